@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import copy
+import functools
 import itertools
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,8 +31,7 @@ _MISSING = object()
 _OBJECT = "\0object"
 #: Largest state of an object, in bytes, that is carried although nobody has named it: each commit copies it.
 _LARGE = 256 << 10
-#: Captures in which objects are looked for, beside those that find a new one in its place, and every 64th.
-_LOOKS = 3
+#: Objects are looked for in every 64th capture, the 1st, 2nd, 4th, 8th ..., and those that find a new one in its place.
 _LOOK_EVERY = 64
 #: Objects whose state others carry (positions of loaders, records of optimizers), or which have plenty of it.
 _OTHERS = (nn.Module, torch.optim.Optimizer, DataLoader)
@@ -42,6 +42,8 @@ _CONTAINERS = (dict, list, tuple, deque)
 _MODULE_NAMES = frozenset(vars(nn.Module()))
 #: Members of a container that are looked at where one may have come: its size has changed, or one was None.
 _FEW_MEMBERS = 64
+#: Members of a container that are looked at.
+_MOST_MEMBERS = 4096
 #: Tensors of a module that nobody carries, and elements of each, that are compared.
 _FEW_SAMPLED = 8
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
@@ -152,7 +154,8 @@ class Attributes:
         elif kind == "generator" and (live is None or live is _MISSING):
             _set(holder, last, rng.make_generator(value["state"]))
         elif live is not None and _is_stateful(live):
-            live.load_state_dict(with_live_types(live.state_dict(), value["state"]))
+            state = value["state"]
+            live.load_state_dict(with_live_types(live.state_dict(), state) if _has_state(live) else state)
         else:
             return False
         return True
@@ -201,6 +204,8 @@ class FoundObjects(Attributes):
         #: Places that an object with a state may come to: an attribute that is None, by dict and name; a container.
         self._empty: list[tuple[dict[str, Any], str]] = []
         self._sized: list[tuple[Any, int, int, bool]] = []
+        #: Objects that have no state yet: their state_dict() raises.
+        self._stateless: list[Any] = []
         #: Names of the objects by `id`, as they were found first.
         self._first_names: dict[int, str] = {}
         #: Objects that are too large to be carried unasked, with a trace of their state as it was found.
@@ -210,7 +215,8 @@ class FoundObjects(Attributes):
 
     def state_dict(self) -> dict[str, Any]:
         """The states of all that have been found."""
-        if self._captures < _LOOKS or self._captures % _LOOK_EVERY == 0 or self._may_have_come():
+        power_of_two = not self._captures & (self._captures - 1)
+        if power_of_two or self._captures % _LOOK_EVERY == 0 or self._may_have_come():
             self._find_objects()
         self._captures += 1
         for name, (module, trace) in list(self._modules.items()):
@@ -243,10 +249,12 @@ class FoundObjects(Attributes):
         filled = [value for own, name in self._empty if (value := own.get(name)) is not None]
         if any(_is_kept(one) or any(map(_is_kept, _few(one))) for one in filled):
             return True
+        if any(_has_state(one) for one in self._stateless):
+            return True
         for number, (place, size, objects, has_none) in enumerate(self._sized):
             if has_none or len(place) != size:
                 self._sized[number] = place, len(place), objects, has_none
-                if sum(map(_is_kept, _few(place))) > objects:
+                if _count_kept(place) > objects:
                     return True
         return False
 
@@ -256,19 +264,16 @@ class FoundObjects(Attributes):
         modules = [each for each in chain(roots.values(), elsewhere) if isinstance(each, nn.Module)]
         carried = {id(each) for each in chain(elsewhere, *(module.modules() for module in modules))}
         found: dict[int, dict[str, Any]] = {}
-        self._empty, self._sized = [], []
+        self._empty, self._sized, self._stateless = [], [], []
         for own, attribute, name in _attributes_below(roots):
-            value = own[attribute]
-            if value is None:
+            if own[attribute] is None:
                 self._empty.append((own, attribute))
-            elif isinstance(value, _CONTAINERS):
-                few = list(_few(value))
-                has_none = any(one is None for one in few)
-                self._sized.append((value, len(value), sum(map(_is_kept, few)), has_none))
-            for path, one in _members(name, value):
-                if _is_kept(one) and id(one) not in carried:
+            for path, one in _members(name, own[attribute]):
+                if isinstance(one, _CONTAINERS):
+                    self._sized.append((one, len(one), _count_kept(one), any(each is None for each in _few(one))))
+                elif _is_kept(one) and id(one) not in carried:
                     found.setdefault(id(one), {}).setdefault(path, one)
-        self._sized += [(own, len(own), sum(map(_is_kept, _few(own))), False) for own, _ in _owners_below(roots)]
+        self._sized += [(own, len(own), _count_kept(own), False) for own, _ in _owners_below(roots)]
         staged = {_address(one) for each in modules for one in _staged(each)} - {None}
         names, first_names = [], {}
         for known, paths in found.items():
@@ -294,6 +299,8 @@ class FoundObjects(Attributes):
         except Exception as error:  # it has no state, or none to be had unasked
             if name in self.names:
                 self._inexact(f"{name} is not carried any more: its state_dict() raises {error}")
+            else:
+                self._stateless.append(value)  # as before it is fitted
             return False
         if any(_address(tensor) in staged for tensor in _tensors(state)):
             return False  # it wraps the model, and would load it a second time
@@ -303,6 +310,8 @@ class FoundObjects(Attributes):
             reason = f"each step would copy its {nbytes >> 10} KiB; {self._named.format(name)} to carry it"
         else:
             return True
+        if name in self.names:
+            self._inexact(f"{name}, a {type(value).__qualname__}, is not carried any more: {reason}")
         trace = _trace(state)
         if self._watched.setdefault(name, trace) != trace:
             self._inexact(f"{name}, a {type(value).__qualname__}, changes and is not carried: {reason}")
@@ -450,9 +459,17 @@ def _captured(value: Any) -> Any:
     return value
 
 
+def _has_state(value: Any) -> bool:
+    try:
+        value.state_dict()
+    except Exception:  # it has none yet
+        return False
+    return True
+
+
 def _step(held: Any, part: str) -> Any:
     if isinstance(held, dict):
-        return held.get(part, held.get(int(part), _MISSING) if part.lstrip("-").isdecimal() else _MISSING)
+        return held.get(_key_of(held, part), _MISSING)
     if isinstance(held, (list, tuple, deque)) and part.isdecimal():
         return held[int(part)] if int(part) < len(held) else _MISSING
     return getattr(held, part, _MISSING)
@@ -460,7 +477,7 @@ def _step(held: Any, part: str) -> Any:
 
 def _set(holder: Any, last: str, value: Any) -> None:
     if isinstance(holder, dict):
-        holder[last] = value
+        holder[_key_of(holder, last)] = value
     elif isinstance(holder, (list, deque)):
         holder[int(last)] = value
     else:
@@ -482,28 +499,48 @@ def _attributes_below(roots: Mapping[str, object]) -> Iterator[tuple[dict[str, A
                 yield own, name, f"{start}.{name}"
 
 
-def _members(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """A value, or the members of a container, by dotted name."""
-    if isinstance(value, dict):
-        for key, one in value.items():
-            if type(key) is int or (isinstance(key, str) and key != "" and "." not in key):
-                yield f"{name}.{key}", one
-    elif isinstance(value, _CONTAINERS):
-        for index, one in enumerate(value):
-            yield f"{name}.{index}", one
-    else:
-        yield name, value
+def _members(name: str, value: Any, depth: int = 2) -> Iterator[tuple[str, Any]]:
+    """A value, or the members of a container and of containers in it, by dotted name; containers, too."""
+    yield name, value
+    if depth and isinstance(value, _CONTAINERS):
+        named = ((_label(key), one) for key, one in value.items()) if isinstance(value, dict) else enumerate(value)
+        inner = depth - 1 if len(value) <= _FEW_MEMBERS else 0
+        for label, one in itertools.islice(named, _MOST_MEMBERS):
+            if label != "" and (inner or not isinstance(one, _CONTAINERS)):
+                yield from _members(f"{name}.{label}", one, inner)
+
+
+def _label(key: Any) -> str:
+    """A key of a dict as a part of a dotted name; empty where it is another one in each process."""
+    text = key if isinstance(key, str) else repr(key)
+    return "" if " at 0x" in text else text.replace(".", "\N{MIDDLE DOT}")
+
+
+def _key_of(held: dict[Any, Any], part: str) -> Any:
+    """The key of that label; the label itself where there is none."""
+    if part in held:
+        return part
+    if part.lstrip("-").isdecimal() and int(part) in held:
+        return int(part)
+    return next((key for key in held if _label(key) == part), part)
 
 
 def _few(value: Any) -> Iterator[Any]:
+    """The first and the last members of a container, where new ones come."""
     if not isinstance(value, _CONTAINERS):
         return iter(())
-    return itertools.islice(value.values() if isinstance(value, dict) else value, _FEW_MEMBERS)
+    members = value.values() if isinstance(value, dict) else value
+    first = itertools.islice(members, _FEW_MEMBERS)
+    return chain(first, itertools.islice(reversed(members), min(_FEW_MEMBERS, max(len(value) - _FEW_MEMBERS, 0))))
 
 
 def _is_object(value: Any) -> bool:
     """Whether it is a generator, or has a state that nobody else carries. Asks the class: its objects may run code."""
-    kind = type(value)
+    return _is_object_class(type(value))  # type: ignore[arg-type]  # a class is hashable
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_object_class(kind: type[Any]) -> bool:
     if issubclass(kind, rng.GENERATOR_TYPES):
         return True
     methods = (getattr(kind, name, None) for name in ("state_dict", "load_state_dict"))
@@ -513,7 +550,15 @@ def _is_object(value: Any) -> bool:
 
 def _is_kept(value: Any) -> bool:
     """Whether it is such an object, or a module."""
-    return _is_object(value) or issubclass(type(value), nn.Module)
+    kind = type(value)
+    return kind not in _PLAIN and (_is_object(value) or issubclass(kind, nn.Module))
+
+
+def _count_kept(container: Any) -> int:
+    """Members of a container, or of an object's attributes, that are, or have, such an object or module."""
+    own = isinstance(container, dict) and "_parameters" in container
+    members = [one for key, one in container.items() if key not in _MODULE_NAMES] if own else _few(container)
+    return sum(any(map(_is_kept, _few(one))) if isinstance(one, _CONTAINERS) else _is_kept(one) for one in members)
 
 
 def _module_trace(module: nn.Module) -> list[Any]:

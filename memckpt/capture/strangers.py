@@ -207,8 +207,8 @@ class Helpers:
         for kind, helper in found:
             if not any(same(helper.state_dict(), state) for state in states):
                 yield (
-                    f"the {kind} {type(helper).__qualname__} starts over; call session.register({kind!r}, {kind}) "
-                    "before restore()"
+                    f"the {kind} {type(helper).__qualname__} starts over; register({kind!r}, {kind}) with the session, "
+                    "or with the plugin of Accelerate, before training begins"
                 )
 
 
