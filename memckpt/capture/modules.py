@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from memckpt.capture.by_value import Holder
 from memckpt.state import codec, rng
@@ -60,7 +61,10 @@ def put_shards_in_place(model: nn.Module) -> None:
 
 _dtype, _training = attrgetter("dtype"), attrgetter("training")
 #: Modules without numbers that a training changes: looking at theirs would be most of the cost.
-_CONSTANT = (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding)
+_CONSTANT = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+#: Where torch keeps hooks of a module, and of a parameter.
+_MODULE_HOOKS = attrgetter("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_TENSOR_HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 #: Name prefixes that compiled, checkpointed and FullyShardedDataParallel modules add.
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
@@ -120,7 +124,13 @@ class ModuleTree:
         born = self._born_kinds
         self._changed_kinds = {name: kind for name, kind in self._kinds.items() if kind != born.get(name, kind)}
         self._hooks = [hooks for one in self.modules.values() for hooks in (one._forward_hooks, one._forward_pre_hooks)]
-        self._hook_count = -1
+        self._hooked_tensors = {
+            without_wrappers(f"{path}.{key}" if path else key): param
+            for path, module in self.modules.items()
+            for key, param in module._parameters.items()
+            if param is not None
+        }
+        self._hook_count = (-1, -1)
         self._numbers = [(name, vars(one), names) for name, one in self.modules.items() if (names := _numbers_of(one))]
 
     def _describe_tree(self) -> tuple[list[Any], list[Any]]:
@@ -183,27 +193,29 @@ class ModuleTree:
         }
 
     def _hooked_now(self) -> dict[str, list[str]]:
-        """Names of the user's own hooks around forwards, by module; those of libraries come as these need them."""
-        count = sum(map(len, self._hooks))
+        """Names of the user's own hooks by module or parameter; those of libraries come as these need them."""
+        count = RemovableHandle.next_id, sum(map(len, self._hooks))  # torch numbers each hook that is hung up
         if count != self._hook_count:
             self._hook_count, self._hooked = count, {}
-            for name, module in self.modules.items():
-                around = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-                if found := [_name_of(hook) for hook in around if _is_users(hook)]:
+            held: list[tuple[str, tuple[Any, ...]]] = [(name, _MODULE_HOOKS(one)) for name, one in self.modules.items()]
+            held += [(name, _TENSOR_HOOKS(one)) for name, one in self._hooked_tensors.items()]
+            for name, places in held:
+                hooks = chain.from_iterable(place.values() for place in places if place)
+                if found := [_name_of(hook) for hook in hooks if _is_users(hook)]:
                     self._hooked[name] = found
         return self._hooked
 
     def not_repeated(self, described: Mapping[str, Any]) -> Iterator[str]:
         """Yield, in words, each change of the script while training ran that this process has not made again.
 
-        Neither flags nor tensors: a module replaced by one of another class, hooks around forwards.
+        Neither flags nor tensors: a module replaced by one of another class, hooks of modules and parameters.
         """
         for name, kind in described["kinds"].items():
             if self._kinds.get(name) == self._born_kinds.get(name, kind) != kind:
                 yield f"the module {name!r} had become a {kind} while training ran, and is a {self._kinds.get(name)}"
         for name, hooks in described["hooks"].items():
             if self._hooked_now().get(name) == self._born_hooks.get(name) != hooks:
-                yield f"the module {name!r} had got the hook {hooks[-1]} while training ran, and has it no more"
+                yield f"{name!r} had got the hook {hooks[-1]} while training ran, and has it no more"
 
     def _numbers_now(self) -> dict[str, list[tuple[str, Any]]]:
         return {name: [(key, held.get(key)) for key in names] for name, held, names in self._numbers}
@@ -277,10 +289,13 @@ def _alike(now: torch.Tensor | None, before: torch.Tensor | None) -> bool:
 
 def _numbers_of(module: nn.Module) -> list[str]:
     """Names of a torch module's attributes that are numbers, or were made as None."""
-    if not type(module).__module__.startswith("torch.") or isinstance(module, _CONSTANT):
+    if not type(module).__module__.startswith("torch.") or type(module) in _CONSTANT:
         return []
-    return [
-        key
-        for key, value in vars(module).items()
-        if key != "training" and not key.startswith("_") and (value is None or type(value) in (bool, int, float))
-    ]
+    own = vars(module).items()
+    return [key for key, value in own if key != "training" and not key.startswith("_") and _is_number(value)]
+
+
+def _is_number(value: Any) -> bool:
+    if type(value) is tuple:
+        return all(map(_is_number, value))
+    return value is None or type(value) in (bool, int, float)
