@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import logging
 import weakref
 from collections import deque
@@ -219,6 +220,23 @@ class Buffer(Counter):
         return iter([self.at])
 
 
+class Phase(enum.Enum):
+    TRAIN = 1
+
+
+class Average:
+    """An object whose state may get large."""
+
+    def __init__(self, size: int) -> None:
+        self.mean = torch.zeros(size)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mean = state["mean"]
+
+
 class Dots(dict[str, Any]):
     """A dict whose members are attributes, too."""
 
@@ -232,19 +250,64 @@ def test_objects_with_a_state_are_found_wherever_they_come_to_be() -> None:
     def made() -> tuple[dict[str, Any], FoundObjects]:
         model = nn.Sequential(nn.Linear(2, 2), nn.Module())
         vars(model[1]).update(now=None, late=None, kinds={1: Buffer()}, last=deque([Buffer()]), config=Dots(a=1))
+        vars(model[1])["nested"] = {"train.loss": [Buffer()], Phase.TRAIN: Buffer(), ("a", 1): Buffer()}
         return vars(model[1]), FoundObjects(lambda: {"model": model}, lambda: (), said.append, "name {}")
 
     (ours, objects), (theirs, others) = made(), made()
     for _ in range(5):
         objects.state_dict()
-    ours.update(now=ours["kinds"][1], late=Counter())
+    ours.update(now=ours["kinds"][1], late=Counter(), new=Counter())
+    for place in ours["nested"].values():
+        (place[0] if isinstance(place, list) else place).at = 5
     ours["kinds"][2] = Counter()
     ours["kinds"][1].at, ours["last"][0].at = 3, 4
     state = objects.state_dict()
-    assert list(state) == ["model.1.kinds.1", "model.1.late", "model.1.kinds.2", "model.1.last.0"]
+    several = [name for name in state if ".nested." in name]
+    found = ["model.1.kinds.1", "model.1.late", "model.1.kinds.2", "model.1.last.0", *several, "model.1.new"]
+    assert list(state) == found
+    assert len(several) == 3
     others.load_state_dict(state)
     assert (theirs["kinds"][1].at, theirs["last"][0].at) == (3, 4)
-    assert len(said) == 2, "the late ones are not there"
+    assert [(place[0] if isinstance(place, list) else place).at for place in theirs["nested"].values()] == [5] * 3
+    assert len(said) == 3, "the late ones are not there"
+
+
+def test_an_object_is_carried_once_it_has_a_state_and_no_more_is_said_at_once() -> None:
+    model = torch.nn.Module()
+    fitted = Refusing()
+    grows = Average(1)
+    vars(model).update(fitted=fitted, grows=grows)
+    said: list[str] = []
+    objects = FoundObjects(lambda: {"model": model}, lambda: (), said.append, "name {}")
+    for _ in range(20):
+        assert list(objects.state_dict()) == ["model.grows"]
+    fitted.kept = True
+    assert list(objects.state_dict()) == ["model.fitted", "model.grows"]
+    assert not said
+    grows.mean = torch.zeros(1 << 17)
+    for _ in range(64):
+        objects.state_dict()
+    assert "model.grows, a Average, is not carried any more" in said[0]
+
+
+@pytest.mark.promise(
+    "an average, a teacher or another module that came while training ran, in an attribute or container of the model, "
+    "a callback or the Trainer"
+)
+def test_a_module_that_nobody_carries_is_named_once_it_changes() -> None:
+    model = torch.nn.Module()
+    vars(model)["average"] = None
+    said: list[str] = []
+    objects = FoundObjects(lambda: {"model": model}, lambda: (), said.append, "name {}")
+    for _ in range(20):
+        objects.state_dict()
+    model.late = average = [nn.Linear(1, 1)]  # type: ignore[assignment]
+    objects.state_dict()
+    objects.state_dict()
+    assert not said
+    average[0].bias.data.add_(1)
+    objects.state_dict()
+    assert "model.late.0, a Linear, changes and is not carried" in said[0]
 
 
 def test_modules_are_found_where_torch_does_not_look() -> None:
@@ -270,13 +333,18 @@ class Doubling:
         return found * 2
 
 
+def _halved(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient / 2
+
+
 @pytest.mark.promise(
-    "a module replaced by one of another class, or hooks around its forward, that came while training ran"
+    "a module replaced by one of another class, or hooks of a module or parameter, that came while training ran"
 )
 def test_changes_of_modules_that_a_resume_does_not_repeat_are_named() -> None:
     def changed(model: nn.Sequential) -> None:
         model[1] = nn.Identity()
         model[0].register_forward_hook(Doubling())
+        model[0].weight.register_hook(_halved)
 
     def tree_of(change: bool) -> ModuleTree:
         model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
@@ -288,7 +356,8 @@ def test_changes_of_modules_that_a_resume_does_not_repeat_are_named() -> None:
 
     described = tree_of(True).describe_structure()
     assert list(tree_of(True).not_repeated(described)) == []
-    dropout, hook = tree_of(False).not_repeated(described)
+    dropout, hook, of_weight = tree_of(False).not_repeated(described)
     assert "'1' had become a Identity" in dropout
     assert "the hook Doubling" in hook
+    assert "'0.weight' had got the hook _halved" in of_weight
     assert list(tree_of(True).not_repeated(tree_of(False).describe_structure())) == [], "it changes only now"
