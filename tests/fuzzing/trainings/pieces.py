@@ -244,6 +244,7 @@ PIECES: dict[str, Piece] = {
         said="[Ss]chedul",
     ),
     "average hidden": Piece(
+        top="import copy",
         made="model.hidden = [copy.deepcopy(model.head).requires_grad_(False)]",
         behind="model.hidden[0].bias.lerp_(model.head.bias.detach(), 0.1)",
         ends="hidden=model.hidden[0].state_dict()",
@@ -257,6 +258,23 @@ PIECES: dict[str, Piece] = {
         clash=_f("loss"),
         said="had become a GELU",
     ),
+    "hook hung up": Piece(
+        start="if step == 8:\n    model.head.weight.register_hook(lambda gradient: gradient * 0.5)",
+        wants=LINEAR,
+        clash=_f("hooks", "flags"),
+        said="had got the hook",
+    ),
+    "meters nested": Piece(
+        top="class Meter:\n"
+        "    mean = 0.0\n"
+        "    def state_dict(self):\n        return {'mean': self.mean}\n"
+        "    def load_state_dict(self, state):\n        self.mean = state['mean']",
+        made="model.meters = {'train.loss': {1: Meter()}}\nmeter = model.meters['train.loss'][1]",
+        loss="F.cross_entropy(model(x), y) * (1 + 0.1 * meter.mean)",
+        behind="meter.mean = 0.9 * meter.mean + 0.1 * float(loss.detach())",
+        clash=_f("loss"),
+    ),
+    "picture of the data": Piece(start="if step % 4 == 3:\n    picture = next(iter(loader))", clash=_f("data")),
     "average registered": Piece(
         made="average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)",
         attach="extra_modules={'average': average}",
