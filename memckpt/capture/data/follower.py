@@ -280,14 +280,14 @@ class Follower:
         if newest is None or (newest.ended and not waiting):
             return beside
         # One that is kept, as by a progress bar, has not been in a commit yet, and the other has given a batch.
-        looks = self._at_commit >= 0 and newest.number != self._at_commit and not newest.steps
-        return beside if looks and beside is not None and beside.taken else newest
+        looks = beside is not None and beside.number == self._at_commit and beside.taken and not newest.steps
+        return beside if looks else newest
 
-    def _beside(self, ended: Iteration | None) -> Iteration | None:
-        """The iteration that goes on behind a look at the data: the one of the last commit, or the first of all."""
-        running = [each for each in self._alive if each is not ended and not each.ended and not each.left]
-        running = [each for each in running if each.number == self._at_commit or (self._at_commit < 0 and each.taken)]
-        return running[-1] if running else None
+    def _beside(self, look: Iteration | None) -> Iteration | None:
+        """The iteration that goes on behind a look at the data: that of the last commit, else the first one since."""
+        running = [each for each in self._alive if each is not look and not each.ended and not each.left]
+        since = [each for each in running if each.number > self._at_commit and each.taken]
+        return next((each for each in running if each.number == self._at_commit), since[0] if since else None)
 
     @property
     def _alive(self) -> list[Iteration]:

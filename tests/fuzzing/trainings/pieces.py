@@ -265,13 +265,13 @@ PIECES: dict[str, Piece] = {
         said="had got the hook",
     ),
     "meters nested": Piece(
-        top="class Meter:\n"
+        top="class Mean:\n"
         "    mean = 0.0\n"
         "    def state_dict(self):\n        return {'mean': self.mean}\n"
         "    def load_state_dict(self, state):\n        self.mean = state['mean']",
-        made="model.meters = {'train.loss': {1: Meter()}}\nmeter = model.meters['train.loss'][1]",
-        loss="F.cross_entropy(model(x), y) * (1 + 0.1 * meter.mean)",
-        behind="meter.mean = 0.9 * meter.mean + 0.1 * float(loss.detach())",
+        made="model.meters = {'train.loss': {1: Mean()}}\nkept = model.meters['train.loss'][1]",
+        loss="F.cross_entropy(model(x), y) * (1 + 0.1 * kept.mean)",
+        behind="kept.mean = 0.9 * kept.mean + 0.1 * float(loss.detach())",
         clash=_f("loss"),
     ),
     "picture of the data": Piece(start="if step % 4 == 3:\n    picture = next(iter(loader))", clash=_f("data")),

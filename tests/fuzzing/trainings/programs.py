@@ -131,6 +131,7 @@ def fits(program: Program) -> bool:
         and not (program.style == "in backward" and (program.share != "one" or bool(opts[0].top)))
         and all(point in points(program.loop, program.style, program.frame) for point, _ in program.kills)
         and not ("commit" in words and data_has_epochs)
+        and not ("data" in words and "loader" not in str(DATA[program.data]))
         and not any(_APART.get(each, set()) & names for each in names)
         and (program.loop == "plain" or _fits_framework(program))
     )
