@@ -427,6 +427,7 @@ def describe_gradients(live: LiveState) -> dict[str, Any]:
     absent: list[str] = []
     others: list[list[Any]] = []
     dense: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+    sparse: dict[str, list[Any]] = {}
     for name, param in live.named_parameters():
         gradient = param.grad
         if gradient is None:
@@ -436,10 +437,15 @@ def describe_gradients(live: LiveState) -> dict[str, Any]:
             present.append(name)
         else:
             others.append([name, _kind(gradient)])
-        if not gradient.is_sparse and not is_dtensor(gradient):
+        if gradient.is_sparse:
+            parts = gradient._indices(), gradient._values()
+            if sum(part.nbytes for part in parts) <= FEW_BYTES:
+                sparse[name] = [*parts, gradient.is_coalesced()]  # in their order: sums of the next step depend on it
+        elif not is_dtensor(gradient):
             dense.append((name, param, gradient))
     usual = len(present) > len(absent)
     found = {"usual": usual, "unusual": absent if usual else present, "others": others, "known": live.left.known}
+    found["sparse"] = sparse
     nbytes = sum(gradient.nbytes for *_, gradient in dense)
     few = nbytes <= (FEW_BYTES if live.left.known else UNKNOWN_BYTES)
     if few and dense:
@@ -577,6 +583,8 @@ def restore_gradients(live: LiveState, described: dict[str, Any]) -> list[torch.
         else:
             kind = None
         gradient = live.left.take_restored(name) if name in kept and kind is not None else _zeros(param, kind)
+        if name in described["sparse"] and gradient is not None and gradient.is_sparse:
+            gradient = _sparse_like(param, *described["sparse"][name])
         if name in carried and gradient is not None:
             values, at = carried[name]
             gradient.copy_(values[at : at + param.numel()].view(param.shape))
@@ -612,10 +620,16 @@ def _zeros(param: torch.Tensor, kind: Kind) -> torch.Tensor | None:
     if kind[0] == "dense" or is_dtensor(param):
         return torch.zeros_like(param, dtype=dtype, requires_grad=False)
     dims = kind[2]
+    return _sparse_like(
+        param, torch.empty((dims, 0), dtype=torch.int64), torch.empty((0, *param.shape[dims:]), dtype=dtype), True
+    )
+
+
+def _sparse_like(param: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, is_coalesced: bool) -> torch.Tensor:
     return torch.sparse_coo_tensor(
-        torch.empty((dims, 0), dtype=torch.int64, device=param.device),
-        torch.empty((0, *param.shape[dims:]), dtype=dtype, device=param.device),
+        indices.to(param.device),
+        values.to(param.device),
         param.shape,
-        is_coalesced=True,
+        is_coalesced=is_coalesced,
         check_invariants=False,
     )

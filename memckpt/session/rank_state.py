@@ -26,6 +26,8 @@ Parts = Callable[[Any], Mapping[tuple[ComparedKind, str], Any]]
 _log = logging.getLogger("memckpt")
 _HYPERPARAMETERS = ("groups", "trainable", "state_order")
 _ABSENCES = ("gradients", "pending")
+#: Parts of what is known of gradients that are values.
+_VALUES = ("values", "sparse")
 #: First characters of the names of the session's own objects, whose owners say what is missing.
 OWN = "memckpt_"
 #: Beginnings of reasons that later resumes inherit: training goes on from a state that has this difference in it.
@@ -194,7 +196,8 @@ class RankState:
             comparison.value("hyperparameters", key, found[key], held[key])
         for key in _ABSENCES:
             comparison.value("absences", key, _without_values(found[key]), _without_values(held[key]))
-        comparison.value("state", "gradients", found["gradients"].get("values"), held["gradients"].get("values"))
+        for key in _VALUES:
+            comparison.value("state", "gradients", found["gradients"].get(key), held["gradients"].get(key))
         differing = []
         for name, value in held["provided"].items():
             now = found["provided"].get(name)
@@ -259,4 +262,6 @@ class RankState:
 
 def _without_values(gradients: Any) -> Any:
     """What there is of gradients; their values follow from what was computed, and are no cause of a difference."""
-    return {key: one for key, one in gradients.items() if key != "values"} if isinstance(gradients, dict) else gradients
+    return (
+        {key: one for key, one in gradients.items() if key not in _VALUES} if isinstance(gradients, dict) else gradients
+    )

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from memckpt.capture.live_state import LiveState
-from memckpt.capture.presence import DroppedGradients
+from memckpt.capture.presence import DroppedGradients, describe_gradients, restore_gradients
+from memckpt.state import codec
 from memckpt.state.tensors import version
 from tests.support.trainings import engine_steps
 from tests.support.trainings.engine_child import config, kill_self
@@ -199,3 +200,24 @@ def test_gradients_left_on_a_parameter_that_was_replaced_are_not_kept() -> None:
     model(torch.ones(1, 3)).sum().backward()
     live.left.compare_gradients("family", [old, model.bias], model.bias)
     assert live.left.kept == set()
+
+
+def test_a_sparse_gradient_that_is_kept_comes_back_entry_by_entry() -> None:
+    """What the next backward adds to it is summed in the order of its entries."""
+
+    def live() -> LiveState:
+        model = nn.Embedding(6, 2, sparse=True)
+        return LiveState(model, [torch.optim.SGD(model.parameters(), 0.1)], {})
+
+    ours, theirs = live(), live()
+    for rows in ([1, 3, 1], [3, 3]):
+        ours.model(torch.tensor(rows)).square().sum().backward()
+    described = codec.decode(codec.encode(describe_gradients(ours)))
+    assert restore_gradients(theirs, described) == []
+    kept, found = (next(one.model.parameters()).grad for one in (ours, theirs))
+    assert kept is not None
+    assert found is not None
+    assert kept._nnz() == found._nnz() == 4
+    assert torch.equal(kept._indices(), found._indices())
+    assert torch.equal(kept._values(), found._values())
+    assert found.is_coalesced() == kept.is_coalesced()
