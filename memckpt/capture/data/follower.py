@@ -498,8 +498,8 @@ class Follower:
             # Code that ran since `hold` may have moved the loader's own generators.
             self._resume(held)
         self._trailing = None
-        self._training.on_open()
         iteration = Iteration(self, make(), held, self._iterations)
+        self._training.on_open()  # a new iteration draws
         iteration.may_cycle = _may_cycle(sys._getframe(2))  # the caller of the loader's __iter__
         self._iterations += 1
         self._known = [reference for reference in self._known if reference() is not None]
