@@ -235,7 +235,8 @@ def _schedulers(optimizers: Sequence[Any], depth: int = 2) -> Iterator[Any]:
 
 def _is_plain(owner: Any) -> bool:
     try:
-        return not any(isinstance(one, torch.Tensor) for one in _values(owner.state_dict(), 4))
+        # A rate may be a tensor.
+        return not any(isinstance(one, torch.Tensor) and one.numel() > 1 for one in _values(owner.state_dict(), 4))
     except Exception:  # of a base class that has none: it is no scheduler
         return False
 

@@ -170,7 +170,7 @@ def _chain(optimizer: torch.optim.Optimizer) -> lr_scheduler.SequentialLR:
 )
 def test_a_scheduler_that_nobody_carries_is_named(make: Any) -> None:
     """Also beside another one that is carried; not where it is a part of one, or a provided value has its state."""
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], torch.tensor(0.1), foreach=False)
     other = lr_scheduler.ExponentialLR(optimizer, 0.9)
     scheduler = make(optimizer)
     name = type(scheduler).__name__
