@@ -10,6 +10,7 @@ import array
 import copy
 import functools
 import itertools
+import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
@@ -210,8 +211,8 @@ class FoundObjects(Attributes):
         self._first_names: dict[int, str] = {}
         #: Objects that are too large to be carried unasked, with a trace of their state as it was found.
         self._watched: dict[str, Any] = {}
-        #: Modules with tensors that nobody carries, and a trace of these.
-        self._modules: dict[str, tuple[nn.Module, Any]] = {}
+        #: Modules with tensors that nobody carries, and a trace of these; weak, as a script replaces copies of a model.
+        self._modules: dict[str, tuple[weakref.ref[nn.Module], Any]] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """The states of all that have been found."""
@@ -219,8 +220,11 @@ class FoundObjects(Attributes):
         if power_of_two or self._captures % _LOOK_EVERY == 0 or self._may_have_come():
             self._find_objects()
         self._captures += 1
-        for name, (module, trace) in list(self._modules.items()):
-            if _module_trace(module) != trace:
+        for name, (reference, trace) in list(self._modules.items()):
+            module = reference()
+            if module is None:
+                del self._modules[name]
+            elif _module_trace(module) != trace:
                 self._say_module(name, module)
         try:
             return self.capture()
@@ -290,7 +294,7 @@ class FoundObjects(Attributes):
     def _watch_module(self, name: str, module: nn.Module, staged: set[int | None]) -> None:
         tensors = list(_staged(module))
         if tensors and not all(_address(one) in staged for one in tensors):
-            self._modules.setdefault(name, (module, _module_trace(module)))
+            self._modules.setdefault(name, (weakref.ref(module), _module_trace(module)))
 
     def _can_carry(self, name: str, value: Any, staged: set[int | None]) -> bool:
         """Whether an object's state is carried; says why not, once it changes."""
@@ -536,7 +540,8 @@ def _few(value: Any) -> Iterator[Any]:
 
 def _is_object(value: Any) -> bool:
     """Whether it is a generator, or has a state that nobody else carries. Asks the class: its objects may run code."""
-    return _is_object_class(type(value))  # type: ignore[arg-type]  # a class is hashable
+    kind: Any = type(value)
+    return _is_object_class(kind)
 
 
 @functools.lru_cache(maxsize=4096)

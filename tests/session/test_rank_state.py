@@ -308,6 +308,9 @@ def test_a_module_that_nobody_carries_is_named_once_it_changes() -> None:
     average[0].bias.data.add_(1)
     objects.state_dict()
     assert "model.late.0, a Linear, changes and is not carried" in said[0]
+    replaced = weakref.ref(average.pop())
+    objects.state_dict()
+    assert replaced() is None, "a copy of a model that a script drops is not held"
 
 
 def test_modules_are_found_where_torch_does_not_look() -> None:
