@@ -73,7 +73,7 @@ class FitState:
         self._messages = messages
         self.inexact = inexact
         self.beside = modules_beside(trainer, pl_module)
-        #: What the attempt began with.
+        #: The arguments of the Trainer as the attempt began.
         self._settings = trainer_state.settings(trainer)
         self._user = UserState(trainer, pl_module, self.beside, skip=callback)
         self._attributes = Attributes(attributes, lambda: attribute_roots(trainer, pl_module))

@@ -64,8 +64,7 @@ class Loop:
         self._rank_state = rank_state
         self._ranks = ranks
         self._restore_rng = restore_rng
-        self._followers = Followers(self._go_live)
-        self._followers.on_open, self._followers.on_look = self._note_open, self._resume_again
+        self._followers = Followers(self._go_live, self._note_open, self._resume_again)
         self._rng_at_open: rng.RngState | None = None
         self._watch = PlaceWatch()
         self._said: set[str] = set()

@@ -1,4 +1,4 @@
-"""What a step's copies to the host take of an accelerator's link, and what hides them. Torch-free: ``plan`` asks, too.
+"""Time of a step's copies over an accelerator's link, and the share that compute hides. Torch-free, for ``plan``, too.
 
 A forward takes 2 operations for each parameter and token, a backward 4: a third and two thirds of the compute. Anchors
 are copied beside the forward and what follows it, gradients beside the last backward before a step.
@@ -29,7 +29,7 @@ class LinkTime:
 
     @property
     def exposed_seconds(self) -> float:
-        """What a step waits for; anchors that are not copied before the last backward delay gradients."""
+        """Seconds that a step waits; anchors that are not copied before the last backward delay gradients."""
         backward = self.compute_seconds * 2 / 3 / self.batches
         late = max(0.0, self.anchor_seconds - (self.compute_seconds - backward))
         return max(0.0, late + self.gradient_seconds - backward)
@@ -40,7 +40,7 @@ class LinkTime:
         return self.exposed_seconds / (self.compute_seconds + self.exposed_seconds)
 
     def describe(self, nbytes: float, waits: float, halves: bool, ranks: int) -> str:
-        """What hides of copies of `nbytes` a step, and what would help, in words.
+        """Describe the share of copies of `nbytes` a step that compute hides, and what would help.
 
         `halves`: whether gradients are in fp32. `ranks`: number of the node's ranks. `waits`: seconds, as measured.
         """

@@ -203,7 +203,7 @@ def test_gradients_left_on_a_parameter_that_was_replaced_are_not_kept() -> None:
 
 
 def test_a_sparse_gradient_that_is_kept_comes_back_entry_by_entry() -> None:
-    """What the next backward adds to it is summed in the order of its entries."""
+    """The next backward's sum is taken in the order of its entries."""
 
     def live() -> LiveState:
         model = nn.Embedding(6, 2, sparse=True)

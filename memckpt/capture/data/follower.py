@@ -65,10 +65,6 @@ class Followed(Protocol):
 FollowedT = TypeVar("FollowedT", bound=Followed)
 
 
-def _nothing() -> None:
-    pass
-
-
 class FollowedLoaders(Generic[FollowedT]):
     """The followed loaders of one training, in the order in which they were given.
 
@@ -77,14 +73,11 @@ class FollowedLoaders(Generic[FollowedT]):
             generators.
 
     Attributes:
-        on_open: called when an iteration has begun that continues, before its first batch.
-        on_look: called when one that continued was left again before a commit: another one continues.
         ended: number of iterations over them, and of epochs, that have ended.
     """
 
     def __init__(self, on_live: Callable[[], None]) -> None:
         self.on_live = on_live
-        self.on_open = self.on_look = _nothing
         self.ended = 0
         self._all: list[FollowedT] = []
 
@@ -238,7 +231,7 @@ class Follower:
         #: States after which iterations continue that have not given a batch yet, in the order of their first ones.
         self._held: list[dict[str, Any]] = []
         self._to_open: list[dict[str, Any]] = []
-        #: What the newest iteration has taken of these, until a commit or its end.
+        #: The newest iteration, and the state of these that it continues, until a commit or its end.
         self._taken_up: tuple[weakref.ref[Iteration], dict[str, Any]] | None = None
         self._opened: int | None = None
         #: Ended iterations at the resume.
@@ -586,7 +579,17 @@ class Follower:
 
 
 class Followers(FollowedLoaders[Follower]):
-    """The followed loaders of one training that is a loop written by hand."""
+    """The followed loaders of one training that is a loop written by hand.
+
+    Args:
+        on_live: as for all loaders.
+        on_open: called when an iteration has begun, before its first batch.
+        on_look: called when one that continued was left again before a commit: another one continues.
+    """
+
+    def __init__(self, on_live: Callable[[], None], on_open: Callable[[], None], on_look: Callable[[], None]) -> None:
+        super().__init__(on_live)
+        self.on_open, self.on_look = on_open, on_look
 
     def follow(self, loader: DataLoader[Any], counter: CountsIterations | None) -> None:
         """Follow a loader until :meth:`release`; once, however often it is given. Raises as :class:`Follower`."""
