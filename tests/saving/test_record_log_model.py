@@ -55,7 +55,7 @@ class LogMachine(RuleBasedStateMachine):
         self.values: Iterator[int] = itertools.count(1)
         #: Of each timeline the value of every record on the way to its newest one.
         self.trained: dict[Timeline, dict[int, float]] = {}
-        #: Where each timeline's records belong.
+        #: Place of each timeline's records.
         self.places: dict[Timeline, str] = {}
         self.history: tuple[Branch, ...] = ()
         self.number = 0
