@@ -217,7 +217,8 @@ def describe_state(
             clone = _dry_steps(optimizer, stand_in, group, 1, grad_dtype)
             dry_runs[key] = _describe(clone.state.get(stand_in, {}), stand_in, captured)
         except UnsupportedError:
-            if not captured:
+            # A class that cannot step a tensor without elements never does: training would have failed.
+            if not captured and held.numel():
                 raise
             dry_runs[key] = StateDescription((), ())
     found = dry_runs[key]

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from memckpt.capture import self_test
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.self_test import MOST_RECORDS, STEPS, SelfTest
-from memckpt.state.optimizers import describe_state, rebuild_like, try_steps
+from memckpt.state.optimizers import StateDescription, describe_state, rebuild_like, try_steps
 from tests.support.faults.frozen import freeze
 from tests.support.trainings.engine_optimizers import Counting, GlobalNoise, Inner, Momentum, Norm, OwnNoise, Plain
 
@@ -300,3 +300,10 @@ def test_a_step_that_takes_its_settings_from_the_first_parameter_is_found() -> N
     optimizer.step()
     assert "uses more than gradients, groups and state" in str(test.after_record())
     test.remove()
+
+
+def test_a_parameter_without_elements_that_a_class_cannot_step_keeps_nothing() -> None:
+    empty, other = nn.Parameter(torch.zeros(0, 4)), nn.Parameter(torch.zeros(3, 4))
+    optimizer = torch.optim.Adafactor([empty, other])
+    assert describe_state(optimizer, empty, optimizer.param_groups[0], {}) == StateDescription((), ())
+    assert describe_state(optimizer, other, optimizer.param_groups[0], {}).tensors
