@@ -92,7 +92,7 @@ class LiveState:
         if fsdp1_wrappers(model):
             self._flattened = dict(self._parameters())
         self._refuse_shapeless()
-        self.tree = ModuleTree({"": model, **self.extra_modules})
+        self.tree = ModuleTree({"": model, **self.extra_modules}, self.optimizers)
         for optimizer in self.optimizers:
             refuse_unsupported(optimizer)
         self._check()
@@ -423,7 +423,8 @@ class LiveState:
                 continue
             shape, dtype, on_host, persistent = tuple(rest[0]), dtype_of(rest[1]), rest[2], rest[3]
             other = module._buffers if kind == "parameter" else module._parameters
-            if there is not None and key not in other and (tuple(there.shape), there.dtype) == (shape, dtype):
+            own = name in self.tensors()  # and no other name of a tied one
+            if own and there is not None and key not in other and (tuple(there.shape), there.dtype) == (shape, dtype):
                 continue
             new = torch.zeros(shape, dtype=dtype, device="cpu" if on_host else device)
             other.pop(key, None)
@@ -433,7 +434,7 @@ class LiveState:
                 (module._non_persistent_buffers_set.discard if persistent else module._non_persistent_buffers_set.add)(
                     key
                 )
-            elif isinstance(there, nn.Parameter):
+            elif own and isinstance(there, nn.Parameter):
                 there.data = new  # optimizers and ties keep it
             else:
                 module._parameters[key] = nn.Parameter(new, requires_grad=new.is_floating_point() or new.is_complex())

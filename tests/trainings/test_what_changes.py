@@ -164,6 +164,26 @@ def test_what_changes_while_training_runs(lab: Lab, change: Change, check: str) 
     survives(lab, lambda process: process.train(change), KILLS, check, kind=Changing)
 
 
+class Tied(Changing):
+    """Two layers have one weight."""
+
+    def objects(self) -> tuple[Any, Any]:
+        model, optimizer = super().objects()
+        model.frozen.weight = model.first.weight
+        return model, optimizer
+
+
+@pytest.mark.parametrize("own", ["first", "frozen"])
+def test_a_tied_weight_that_becomes_two(lab: Lab, own: str) -> None:
+    def untied(process: Changing, step: int) -> None:
+        if step == 4:
+            layer = getattr(process.model, own)
+            layer.weight = nn.Parameter(layer.weight.detach().clone())
+            process.optimizer.add_param_group({"params": [layer.weight], "lr": 0.02})
+
+    survives(lab, lambda process: process.train(untied), KILLS, kind=Tied)
+
+
 class Viewed(Changing):
     """A buffer is in the memory of a weight."""
 
