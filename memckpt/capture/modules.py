@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from memckpt.capture.by_value import Holder
@@ -62,9 +63,10 @@ def put_shards_in_place(model: nn.Module) -> None:
 _dtype, _training = attrgetter("dtype"), attrgetter("training")
 #: Modules without numbers that a training changes: looking at theirs would be most of the cost.
 _CONSTANT = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-#: Where torch keeps hooks of a module, and of a parameter.
+#: Where torch keeps hooks of a module, a parameter and an optimizer.
 _MODULE_HOOKS = attrgetter("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _TENSOR_HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 #: Name prefixes that compiled, checkpointed and FullyShardedDataParallel modules add.
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
@@ -81,13 +83,15 @@ class ModuleTree:
 
     Args:
         roots: the modules by the prefix of their names; the model's is empty.
+        optimizers: those that step them: their hooks are looked at, too.
 
     Attributes:
         modules: all modules by name.
     """
 
-    def __init__(self, roots: Mapping[str, nn.Module]) -> None:
+    def __init__(self, roots: Mapping[str, nn.Module], optimizers: Sequence[Optimizer] = ()) -> None:
         self._roots = dict(roots)
+        self._optimizers = {f"optimizer{index}": each for index, each in enumerate(optimizers)}
         self.modules: dict[str, nn.Module] = {}
         self._told: dict[str, None] = {}
         self._born_kinds: dict[str, str] = {}
@@ -123,13 +127,13 @@ class ModuleTree:
         self._kinds = {name: type(one).__qualname__ for name, one in self.modules.items()}
         born = self._born_kinds
         self._changed_kinds = {name: kind for name, kind in self._kinds.items() if kind != born.get(name, kind)}
-        self._hooks = [hooks for one in self.modules.values() for hooks in (one._forward_hooks, one._forward_pre_hooks)]
         self._hooked_tensors = {
             without_wrappers(f"{path}.{key}" if path else key): param
             for path, module in self.modules.items()
             for key, param in module._parameters.items()
             if param is not None
         }
+        self._hook_places: list[Any] = []
         self._hook_count = (-1, -1)
         self._numbers = [(name, vars(one), names) for name, one in self.modules.items() if (names := _numbers_of(one))]
 
@@ -189,33 +193,44 @@ class ModuleTree:
         """Part of the rank state that :meth:`not_repeated` reads: what has changed since this process began."""
         return {
             "kinds": self._changed_kinds,
-            "hooks": {name: found for name, found in self._hooked_now().items() if found != self._born_hooks.get(name)},
+            "hooks": {
+                name: self._hooked_now().get(name, [])
+                for name in {**self._born_hooks, **self._hooked_now()}
+                if self._hooked_now().get(name) != self._born_hooks.get(name)
+            },
         }
 
     def _hooked_now(self) -> dict[str, list[str]]:
-        """Names of the user's own hooks by module or parameter; those of libraries come as these need them."""
-        count = RemovableHandle.next_id, sum(map(len, self._hooks))  # torch numbers each hook that is hung up
-        if count != self._hook_count:
-            self._hook_count, self._hooked = count, {}
+        """Names of the user's own hooks by module, parameter or optimizer; libraries hang theirs up as they need."""
+        # torch numbers each hook that is hung up; one that is taken down leaves a place with fewer.
+        if self._hook_count != (RemovableHandle.next_id, sum(map(len, self._hook_places))):
             held: list[tuple[str, tuple[Any, ...]]] = [(name, _MODULE_HOOKS(one)) for name, one in self.modules.items()]
             held += [(name, _TENSOR_HOOKS(one)) for name, one in self._hooked_tensors.items()]
+            # A class that does not call its base's constructor has none.
+            held += [(name, tuple(map(vars(one).get, _STEP_HOOKS))) for name, one in self._optimizers.items()]
+            self._hooked, self._hook_places = {}, []
             for name, places in held:
+                self._hook_places += filter(None, places)
                 hooks = chain.from_iterable(place.values() for place in places if place)
                 if found := [_name_of(hook) for hook in hooks if _is_users(hook)]:
                     self._hooked[name] = found
+            self._hook_count = RemovableHandle.next_id, sum(map(len, self._hook_places))
         return self._hooked
 
     def not_repeated(self, described: Mapping[str, Any]) -> Iterator[str]:
         """Yield, in words, each change of the script while training ran that this process has not made again.
 
-        Neither flags nor tensors: a module replaced by one of another class, hooks of modules and parameters.
+        Neither flags nor tensors: a module replaced by one of another class, hooks that came or went.
         """
         for name, kind in described["kinds"].items():
             if self._kinds.get(name) == self._born_kinds.get(name, kind) != kind:
                 yield f"the module {name!r} had become a {kind} while training ran, and is a {self._kinds.get(name)}"
         for name, hooks in described["hooks"].items():
-            if self._hooked_now().get(name) == self._born_hooks.get(name) != hooks:
-                yield f"{name!r} had got the hook {hooks[-1]} while training ran, and has it no more"
+            born = self._born_hooks.get(name, [])
+            if self._hooked_now().get(name, []) == born != hooks:
+                changed = f"lost the hook {born[-1]}" if len(hooks) < len(born) else f"got the hook {hooks[-1]}"
+                again = "has it again" if len(hooks) < len(born) else "has it no more"
+                yield f"{name!r} had {changed} while training ran, and {again}"
 
     def _numbers_now(self) -> dict[str, list[tuple[str, Any]]]:
         return {name: [(key, held.get(key)) for key in names] for name, held, names in self._numbers}

@@ -340,27 +340,40 @@ def _halved(gradient: torch.Tensor) -> torch.Tensor:
     return gradient / 2
 
 
+def _with_halves(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    pass
+
+
 @pytest.mark.promise(
-    "a module replaced by one of another class, or hooks of a module or parameter, that came while training ran"
+    "a module replaced by one of another class, or hooks of modules, parameters and optimizers that came or went "
+    "while training ran"
 )
 def test_changes_of_modules_that_a_resume_does_not_repeat_are_named() -> None:
-    def changed(model: nn.Sequential) -> None:
+    def changed(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
         model[1] = nn.Identity()
         model[0].register_forward_hook(Doubling())
         model[0].weight.register_hook(_halved)
+        optimizer.register_step_pre_hook(_with_halves)
+        taken_down.remove()
 
     def tree_of(change: bool) -> ModuleTree:
+        nonlocal taken_down
         model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
-        tree = ModuleTree({"": model})
+        optimizer = torch.optim.SGD(model.parameters())
+        taken_down = model[0].bias.register_hook(_halved)
+        tree = ModuleTree({"": model}, [optimizer])
         if change:
-            changed(model)
+            changed(model, optimizer)
             assert tree.moved()
         return tree
 
+    taken_down: Any = None
     described = tree_of(True).describe_structure()
     assert list(tree_of(True).not_repeated(described)) == []
-    dropout, hook, of_weight = tree_of(False).not_repeated(described)
+    dropout, of_bias, hook, of_weight, of_step = tree_of(False).not_repeated(described)
     assert "'1' had become a Identity" in dropout
+    assert "'0.bias' had lost the hook _halved" in of_bias
     assert "the hook Doubling" in hook
     assert "'0.weight' had got the hook _halved" in of_weight
+    assert "'optimizer0' had got the hook _with_halves" in of_step
     assert list(tree_of(True).not_repeated(tree_of(False).describe_structure())) == [], "it changes only now"

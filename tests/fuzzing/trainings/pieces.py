@@ -264,6 +264,13 @@ PIECES: dict[str, Piece] = {
         clash=_f("hooks", "flags"),
         said="had got the hook",
     ),
+    "hook of the step hung up": Piece(
+        start="if step == 8:\n"
+        "    opts[0].register_step_pre_hook(lambda opt, *rest: [p.grad.mul_(0.5) for group in opt.param_groups "
+        "for p in group['params'] if p.grad is not None] and None)",
+        clash=_f("hooks", "flags"),
+        said="had got the hook",
+    ),
     "meters nested": Piece(
         top="class Mean:\n"
         "    mean = 0.0\n"
