@@ -82,7 +82,7 @@ class LiveState:
         self._by_name: dict[str, torch.Tensor] = {}
         self._told: set[str] = set()
         self._dry_runs: list[DryRuns] = [{} for _ in self.optimizers]
-        self._views: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self._views: list[list[str]] = []
         self._shards: dict[str, torch.Tensor] = {}
         #: Names of tensors that have appeared and cannot be copied.
         self._unheld: set[str] = set()
@@ -500,7 +500,7 @@ class LiveState:
                 by_value.append(described)
             else:
                 static.append(described)
-        self._views = self._find_views()
+        self._views = [*self._find_views()]
         keys = self._state_dict_keys()
         once = request.held_once(by_value, self.growth.apart)
         slots = request.slots_with(once)
@@ -586,33 +586,31 @@ class LiveState:
 
     # Buffers in parameters' memory
 
-    def views(self) -> list[str]:
-        """Names of the buffers that are, as when the layout was made, in a parameter's memory."""
-        if not self._views:
-            return []
-        now = self.tensors()  # a buffer may have been replaced since
-        return [name for name, _, param in self._views if name in now and _overlap(now[name], param)]
+    def views(self) -> list[list[str]]:
+        """Names of the buffers that are, as when the layout was made, in a parameter's memory, and of that one."""
+        now = self.tensors() if self._views else {}  # either may have been replaced since
+        return [[name, of] for name, of in self._views if name in now and of in now and _overlap(now[name], now[of])]
 
-    def part_views(self, kept: Collection[str]) -> None:
-        """Give memory of their own to buffers that only a new process has in a parameter's: a step moved that one."""
-        for name, buffer, _ in self._find_views():
-            if name not in kept:
+    def part_views(self, kept: Collection[Sequence[str]]) -> None:
+        """Give memory of their own to buffers that only a new process has in a parameter's."""
+        held = set(map(tuple, kept))
+        for name, param in [*self._find_views()]:
+            if (name, param) not in held:
+                buffer = self.tensors()[name]
                 buffer.data = buffer.detach().clone()
 
-    def _find_views(self) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Each with its name and the parameter."""
+    def _find_views(self) -> Iterator[list[str]]:
+        """Yield the names of each buffer in a parameter's memory, and of the parameter."""
         plain = [(name, one) for name, one in self.tensors().items() if type(one) in (torch.Tensor, nn.Parameter)]
-        params: dict[int, list[torch.Tensor]] = {}
-        for _, tensor in plain:
+        params: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        for name, tensor in plain:
             if isinstance(tensor, nn.Parameter):
-                params.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
-        return [
-            (name, buffer, param)
-            for name, buffer in plain
-            if not isinstance(buffer, nn.Parameter) and not buffer.is_inference()
-            for param in params.get(buffer.untyped_storage().data_ptr(), ())
-            if _overlap(buffer, param)
-        ]
+                params.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
+        for name, buffer in plain:
+            if not isinstance(buffer, nn.Parameter) and not buffer.is_inference():
+                for of, param in params.get(buffer.untyped_storage().data_ptr(), ()):
+                    if _overlap(buffer, param):
+                        yield [name, of]
 
     # State captured beside the tensors in slots
 
