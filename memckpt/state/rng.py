@@ -58,7 +58,10 @@ def _accelerator() -> tuple[Any, torch.device]:
     """
     own = codec.own_device()
     if own is None or own.type == "cpu":
-        own = torch.accelerator.current_accelerator()
+        try:
+            own = torch.accelerator.current_accelerator()
+        except RuntimeError:  # torch 2.6 raises it where there is none
+            own = None
     if own is None or not hasattr(module := torch.get_device_module(own), "is_initialized"):
         return None, torch.device("cpu")
     return module, own
