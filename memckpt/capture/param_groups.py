@@ -116,7 +116,7 @@ def restore_groups(live: LiveState, described: Mapping[str, Any]) -> None:
             if index == len(groups_now):
                 groups_now.append({})
             group = groups_now[index]
-            values = {key: filled(value, group.get(key)) for key, value in saved.items()}
+            values = {key: _in_place(value, group.get(key)) for key, value in saved.items()}
             odd = {key: group[key] for key in group if key != "params" and key not in values and _is_odd(group[key])}
             group.clear()
             lacking = next((name for name in saved["params"] if name not in tensors), None)
@@ -127,6 +127,14 @@ def restore_groups(live: LiveState, described: Mapping[str, Any]) -> None:
                 )
             group.update({**odd, **values, "params": [tensors[name] for name in saved["params"]]})
         del groups_now[len(groups) :]
+
+
+def _in_place(value: Any, live: Any) -> Any:
+    """`live` where a value fits into it, and an equal tuple: groups share one, which pickle shows. Else the value."""
+    plain = type(value) is type(live) is tuple and {*map(type, value)} <= {bool, int, float, str}
+    if plain and repr(value) == repr(live):
+        return live
+    return filled(value, live)
 
 
 def describe_hooked(live: LiveState) -> list[list[str]]:

@@ -108,7 +108,8 @@ class RestoreTarget:
                     found = optimizer.state.pop(param, None)
                     if found is not None:
                         order = orders.get((id(param), index), [])
-                        optimizer.state[param] = {**{key: found[key] for key in order if key in found}, **found}
+                        ordered = {sys.intern(key): found[key] for key in order if key in found}
+                        optimizer.state[param] = {**ordered, **found}
 
     def state_tensor(self, param: torch.Tensor, spec: StateTensorSpec) -> torch.Tensor:
         """Uninitialised room for state, about to be overwritten. A DTensor if it is element-wise and `param` is one."""

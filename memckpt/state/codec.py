@@ -304,7 +304,9 @@ def _bytes_in(torch: Any, tensor: Any) -> bytes:
 
 def _unpack(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _unpack(item) for key, item in value.items()}
+        return {sys.intern(key): _unpack(item) for key, item in value.items()}
+    if isinstance(value, str):
+        return sys.intern(value)  # as names in code are: pickle shows which are one object
     if not isinstance(value, list):
         return value
     if not value or not isinstance(value[0], str) or not value[0].startswith(_MARK):

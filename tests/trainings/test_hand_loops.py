@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import itertools
 import os
 import pickle
@@ -11,10 +12,11 @@ import random
 import signal
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 import memckpt
@@ -845,3 +847,50 @@ def test_each_commit_counts_a_step(lab: Lab, how: str, check: str) -> None:
         session.close()
 
     survives(lab, loop, [("backward", 5), ("committed", 2), ("committed", 4)], check)
+
+
+class _Grouped(Process):
+    """One of several groups, which share settings."""
+
+    def objects(self) -> tuple[Any, Any]:
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1)).eval()
+        first, second, third = ({"params": [*model[index].parameters()]} for index in (0, 1, 3))
+        return model, torch.optim.Adam([first, {**second, "lr": 0.01}, third], 0.1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "check"),
+    [
+        ({"redo": "lazy"}, "replay"),
+        ({"redo": "eager"}, "off"),
+        ({"redo": "snapshot", "snapshot_every_steps": 1}, "off"),
+    ],
+    ids=["lazy", "eager", "snapshot"],
+)
+def test_state_dicts_are_saved_as_the_same_bytes(lab: Lab, settings: dict[str, Any], check: str) -> None:
+    """Pickle shows more than values: the order of keys, and which keys and tuples are one object."""
+
+    def loop(process: Process) -> None:
+        session = process.session
+        loader = session.loader(make("shuffle", NONE))
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(process.optimizer, 0.1, total_steps=100, cycle_momentum=False)
+        session.register("scheduler", scheduler)
+        session.restore()
+        for epoch in session.epochs(2):
+            for number, batch in enumerate(loader, start=session.batch):
+                process.backward(f"batch {epoch}.{number}", batch)
+                process.step()
+                scheduler.step()
+                session.commit()
+                saved = {"model": process.model, "optimizer": process.optimizer, "scheduler": scheduler}
+                for name, each in saved.items():
+                    torch.save(each.state_dict(), buffer := io.BytesIO())
+                    process.note(f"{name} {epoch}.{number}", buffer.getvalue())
+                process.at("committed")
+        session.close()
+
+    class Kind(_Grouped):
+        settings: ClassVar[dict[str, Any]] = {}
+
+    Kind.settings = {**Process.settings, **settings}
+    survives(lab, loop, [("committed", 3), ("committed", 2)], check, kind=Kind)
