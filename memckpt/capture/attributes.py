@@ -211,6 +211,8 @@ class FoundObjects(Attributes):
         self._first_names: dict[int, str] = {}
         #: Objects that are too large to be carried unasked, with a trace of their state as it was found.
         self._watched: dict[str, Any] = {}
+        #: Their tensors, as long as nothing has been said of them: a write is seen in the commit behind it.
+        self._unchanged: list[tuple[weakref.ref[torch.Tensor], int]] = []
         #: Modules with tensors that nobody carries, and a trace of these; weak, as a script replaces copies of a model.
         self._modules: dict[str, tuple[weakref.ref[nn.Module], Any]] = {}
 
@@ -255,6 +257,8 @@ class FoundObjects(Attributes):
             return True
         if any(_has_state(one) for one in self._stateless):
             return True
+        if any((one := held()) is None or version(one) != written for held, written in self._unchanged):
+            return True
         for number, (place, size, objects, has_none) in enumerate(self._sized):
             if has_none or len(place) != size:
                 self._sized[number] = place, len(place), objects, has_none
@@ -268,7 +272,7 @@ class FoundObjects(Attributes):
         modules = [each for each in chain(roots.values(), elsewhere) if isinstance(each, nn.Module)]
         carried = {id(each) for each in chain(elsewhere, *(module.modules() for module in modules))}
         found: dict[int, dict[str, Any]] = {}
-        self._empty, self._sized, self._stateless = [], [], []
+        self._empty, self._sized, self._stateless, self._unchanged = [], [], [], []
         for own, attribute, name in _attributes_below(roots):
             if own[attribute] is None:
                 self._empty.append((own, attribute))
@@ -289,6 +293,8 @@ class FoundObjects(Attributes):
                 self._watch_module(name, paths[name], staged)
             elif self._can_carry(name, paths[name], staged):
                 names.append(name)
+        # Others were made for the state.
+        self._unchanged = [(held, written) for held, written in self._unchanged if held() is not None]
         self.names, self._first_names = tuple(names), first_names
 
     def _watch_module(self, name: str, module: nn.Module, staged: set[int | None]) -> None:
@@ -319,6 +325,8 @@ class FoundObjects(Attributes):
         trace = _trace(state)
         if self._watched.setdefault(name, trace) != trace:
             self._inexact(f"{name}, a {type(value).__qualname__}, changes and is not carried: {reason}")
+        else:
+            self._unchanged += [(weakref.ref(one), version(one)) for one in _tensors(state)]
         return False
 
 

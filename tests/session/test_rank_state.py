@@ -290,6 +290,21 @@ def test_an_object_is_carried_once_it_has_a_state_and_no_more_is_said_at_once() 
     assert "model.grows, a Average, is not carried any more" in said[0]
 
 
+@pytest.mark.parametrize("change", [lambda one: one.mean.add_(1), lambda one: setattr(one, "mean", one.mean + 1)])
+def test_an_object_that_is_too_large_is_named_in_the_commit_behind_its_first_change(change: Any) -> None:
+    model = torch.nn.Module()
+    bank = Average(1 << 17)
+    vars(model)["bank"] = bank
+    said: list[str] = []
+    objects = FoundObjects(lambda: {"model": model}, lambda: (), said.append, "name {}")
+    for _ in range(11):
+        objects.state_dict()
+    change(bank)
+    objects.state_dict()
+    (line,) = said
+    assert "model.bank, a Average, changes and is not carried: each step would copy its 512 KiB" in line
+
+
 @pytest.mark.promise(
     "an average, a teacher or another module that came while training ran, in an attribute or container of the model, "
     "a callback or the Trainer"
