@@ -111,7 +111,7 @@ def words_of(event: AnyEvent | Unknown) -> str:
             what = "trainers came from another agent" if event.rejoined else "attempt began"
             return f"{what}: {count(event.world_size, 'rank')}, {pids}"
         case journal.StartedOver():
-            return f"training starts over: {event.reason}"
+            return f"training starts at step 1: {event.reason}"
         case journal.Recovered():
             lost = "" if event.steps_lost is None else f", {count(event.steps_lost, 'step')} lost"
             proof = "" if event.repeated is None else f"; step {event.repeated} is repeated as a proof"

@@ -137,7 +137,8 @@ def make_plan(
         reason += f"; {stored.name} has {stored.stranded}"
     if resume == "auto" or (resume == "exact" and not something):
         # State of some nodes is useless without the others; nothing that could still be restored is dropped.
-        return StartOver(timeline, reason, discard=something)
+        first = timeline.number == 1 and reason == _NOTHING
+        return StartOver(timeline, FIRST_START if first else reason, discard=something)
     raise NothingHeldError(f"resume={resume!r}: {reason}")
 
 
@@ -286,6 +287,8 @@ class _PeersMemory:
         return self._sources.why_nothing(self._places) if self._sources.units else _NOTHING
 
 
+#: Why a run that no attempt is known of begins.
+FIRST_START = "nothing to resume: this is the run's first start"
 _OTHER_SHARDS = "with another number of ranks, or other shards"
 _NOTHING = (
     "nothing is held in local memory (no agent of this run was alive, it was told to end, or no step was committed)"

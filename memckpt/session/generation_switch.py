@@ -266,7 +266,7 @@ class GenerationSwitch:
         if self.after is not None:
             return
         if (more := self._seldom.count()) is not None:  # weights that a script clips change at every step
-            _log.info("memckpt: a new generation begins: %s%s", reason, more)
+            _log.info("memckpt: the state is copied anew: %s%s", reason, more)
         turn = self._turn(record)
         if len(self._ranks.unit) == 1:
             self.after = turn

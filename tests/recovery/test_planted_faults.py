@@ -44,7 +44,7 @@ def found(lab: Lab, died: Ended, resumed: Ended) -> str:
         return ""
     if resumed.restored_step != DEATH:
         return "another state was resumed"
-    begun = re.findall("a new generation begins: (.*)", died.log)
+    begun = re.findall("the state is copied anew: (.*)", died.log)
     return "" if all(re.search(GROWTH, reason) for reason in begun) else "in training"
 
 

@@ -39,6 +39,7 @@ _log = logging.getLogger("memckpt")
 #: Limit on the gradients that a rank sets aside, in bytes.
 WITNESS_BYTES = 64 << 20
 _ADDED = "what had landed was added to gradients that were used and not zeroed"
+_NONE_YET = "the dead attempt had no gradients of the next step yet"
 #: Maximum number of differences that are kept.
 _NAMED = 8
 
@@ -113,12 +114,12 @@ class Witness:
     def _set_aside(self, writer: SlotWriter, record: int, tap: str, room: int) -> str:
         before = None if writer.landings is None else writer.landings.tap(record)
         if before is None or writer.landings is None:
-            return "the dead attempt had no gradients of the next step yet"
+            return _NONE_YET
         if before != tap:
             return f"the dead attempt took its gradients by another tap ({before}, now {tap})"
         landed = sorted(writer.landings.landed(record), key=lambda one: one.order)
         if not landed:
-            return "none of the next step's gradients had landed when the dead attempt ended"
+            return _NONE_YET
         for one in landed:
             staged = writer.gradient_places.staged(record, writer.owners[one.param][0], 0, one.param).reshape(-1)
             staged = staged[: room // staged.element_size()]

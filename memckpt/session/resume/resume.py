@@ -27,6 +27,7 @@ from memckpt.journal.events import Recovered, StartedOver
 from memckpt.protocol.trainer import Inventory
 from memckpt.recovery.from_storage import StoredState
 from memckpt.recovery.plan import (
+    FIRST_START,
     NewAttempt,
     Plan,
     RestoreRecord,
@@ -289,7 +290,8 @@ class Resumption:
         held, chosen = self.held, self.chosen
         if held is None or chosen is None:
             level = logging.WARNING if self._drops_held else logging.INFO
-            _start_log.log(level, "memckpt: starting over: %s", self._start_reason)
+            over = "" if self._start_reason == FIRST_START else "starting over: "
+            _start_log.log(level, "memckpt: %s%s", over, self._start_reason)
             return
         why = f": {self._start_reason}" if self._start_reason else ""
         step, lost = held.newest_step, (self.state_after_repetition or chosen).lost

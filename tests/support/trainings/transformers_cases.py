@@ -404,7 +404,7 @@ class Trainings:
             return self._seed(number, held)
 
         attempts = killed_programs.survives(self.lab, train, run, kills, each=before_each)
-        assert [("starting over" in each.logs[0]) for each in attempts] == [not each for each in held]
+        assert [("resuming from" not in each.logs[0]) for each in attempts] == [not each for each in held]
         assert unproved("".join(each.logs[0] for each in attempts)) == []
         return attempts
 
