@@ -425,6 +425,25 @@ def _counts_anew(process: Process) -> None:
     process.session.close()
 
 
+def _choose_samples(process: Process, again: bool = False) -> None:
+    chosen = torch.utils.data.Subset(Augmented(6), range(4))
+    loader = process.session.loader(DataLoader(chosen, 2))
+    report = process.session.restore()
+    for epoch in process.session.epochs(3):
+        if again:
+            chosen.indices = [epoch, 1, 2, 3]
+        for batch in loader:
+            process.take("batch", batch)
+        chosen.indices = [epoch, 5, 1, 2]
+    process.session.close()
+    assert not again or report is None or report.exact
+
+
+def test_samples_that_are_chosen_again_behind_a_resume_are_the_same(lab: Lab) -> None:
+    dies_and_goes_on(lab, lambda dies: _choose_samples(process_of(lab, dies, "off"), again=True), ("committed", 3))
+
+
+@pytest.mark.promise("numbers and indices of a dataset that were changed before the pass, and are not made again")
 @pytest.mark.promise(
     "a plain loop of which it is not known how many batches it has fetched ahead; one that draws from the global "
     "generators between `iter()` and the first batch; a pass over a second loader that may have been left"
@@ -436,6 +455,7 @@ def _counts_anew(process: Process) -> None:
         (_draws_before_a_batch, 2, "before its first batch, and a resume takes these draws twice"),
         (_leaves_a_validation, 4, "its pass has given batches for one step, and none since"),
         (_counts_anew, 2, "enumerate() counts from 0 again"),
+        (_choose_samples, 3, "loader.dataset.indices had been changed before this pass"),
     ],
 )
 def test_what_a_loop_does_otherwise_behind_a_resume_is_said(lab: Lab, loop: Any, kill: int, said: str) -> None:

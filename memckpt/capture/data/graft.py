@@ -169,9 +169,10 @@ def comparable(position: dict[str, Any], *, between_passes: bool = False) -> dic
     """
     left_out = {"progress", "iterable", "inexact", *(("pass", "exhausted", "has_iterator") if between_passes else ())}
     part = {name: value for name, value in position.items() if name not in left_out}
-    if position.get("iterable") and part.get("pass") is not None:
+    if part.get("pass") is not None:
         # Which worker's end of data arrives first is chance, and each arrival dispatches another batch.
-        part["pass"] = {name: value for name, value in part["pass"].items() if name not in _DISPATCHED}
+        skipped = {"choices", *(_DISPATCHED if position.get("iterable") else ())}
+        part["pass"] = {name: value for name, value in part["pass"].items() if name not in skipped}
     return part
 
 

@@ -35,6 +35,10 @@ _SHARED_STREAM = (
     "the stream {} draws from the global generator of {} while training draws from it too, so that it may be another "
     "one when it is read again; give it a generator of its own, or a worker"
 )
+_CHOSEN = (
+    "loader.{} had been changed before this pass in the run that is continued, and has another value: samples may "
+    "differ; register('data', DATASET, attributes=['{}']) with its dataset carries it"
+)
 _KEPT = (
     "loader.{} changes, and is not carried: it is no list, dict, deque or array, or has over 4096 elements; derive the "
     "order from a torch.Generator, or from the number of the epoch"
@@ -84,6 +88,7 @@ class LoaderRecord:
         self.own = OwnObjects(self._roots)
         self._baseline = self.own.capture()
         self._progress: own_state.Progress = {}
+        self._born_choices = self.own.choices()
 
     def _roots(self) -> dict[str, object]:
         loader = self._loader()
@@ -201,9 +206,13 @@ class LoaderRecord:
         if self.resuming is not None:
             return self._resumed_iterator(loader, base, self.resuming)
         self._look_at_samplers()
-        self.current = Pass(construction=self.phase(), lookahead=self.lookahead)
+        self.current = Pass(self.phase(), self._changed_choices(), lookahead=self.lookahead)
         self.begun = True
         return self._construct(loader, base, self.current)
+
+    def _changed_choices(self) -> dict[str, int]:
+        born = self._born_choices
+        return {path: digest for path, digest in self.own.choices().items() if digest != born.get(path)}
 
     def _resumed_iterator(self, loader: DataLoader[Any], base: type[DataLoader[Any]], position: dict[str, Any]) -> Any:
         record, exhausted = position["pass"], position["exhausted"]
@@ -212,6 +221,10 @@ class LoaderRecord:
         self._look_at_samplers()
         self.current = current = Pass.resumed(record, self.lookahead)
         self.begun = True
+        chosen = self.own.choices()
+        for path, digest in current.choices.items():
+            if chosen.get(path) != digest and not exhausted:
+                self.depart(_CHOSEN.format(path, path.rpartition(".")[2]))
         current.exhausted = exhausted
         if exhausted and not persistent and not position["has_iterator"]:
             self.resuming = None
@@ -311,7 +324,8 @@ class LoaderRecord:
         for worker_id in range(workers):
             sent[worker_id] += len(range(ended.dispatched)[worker_id::workers])
             sent[worker_id] -= len(range(ended.skipped)[worker_id::workers])
-        iterator._memckpt_pass = self.current = Pass(construction=ended.construction, lookahead=self.lookahead)
+        self.current = Pass(ended.construction, self._changed_choices(), lookahead=self.lookahead)
+        iterator._memckpt_pass = self.current
         iterator._memckpt_over = False
         self._look_at_samplers()
 

@@ -50,7 +50,7 @@ _MOST_OBJECTS = 4096
 _LARGE = 256
 #: Places that are compared at each capture, to find a generator that was made or replaced since the walk.
 _MOST_WATCHED = 512
-#: Datasets of which numbers are compared at each commit.
+#: Datasets of which numbers are compared.
 _MOST_DATASETS = 8
 #: Tensors in a tuple or list of a dataset that are looked at.
 _MOST_TENSORS = 16
@@ -61,6 +61,8 @@ _MOST_ELEMENTS = 4096
 _KEPT_INSIDE = (list, tuple, dict, deque)
 _KEPT = (*_KEPT_INSIDE, OrderedDict, defaultdict, Counter)
 _KINDS = {"OrderedDict": OrderedDict, "Counter": Counter}
+#: Elements of a list of a dataset that a checksum looks at.
+_FEW_SAMPLED = 1024
 #: Elements that a checksum of something larger looks at.
 _MOST_SAMPLED = 2**16
 _SCALARS = (bool, int, float, str, bytes, type(None))
@@ -119,7 +121,7 @@ class OwnObjects:
         self._generators: dict[str, rng.AnyGenerator] = {}
         self._aliases: dict[str, rng.AnyGenerator] = {}
         self._samplers: dict[str, Any] = {}
-        self._datasets: list[Any] = []
+        self._datasets: dict[str, Any] = {}
         self._streams: list[Any] = []
         self._places: dict[str, dict[Any, Any]] = {}
         self._watched: list[_Reached] = []
@@ -134,7 +136,10 @@ class OwnObjects:
             elif issubclass(kind, rng.GENERATOR_TYPES):
                 self._generators[reached.path] = reached.found
             elif issubclass(kind, Dataset):
-                (self._streams if issubclass(kind, IterableDataset) else self._datasets).append(reached.found)
+                if issubclass(kind, IterableDataset):
+                    self._streams.append(reached.found)
+                elif len(self._datasets) < _MOST_DATASETS:
+                    self._datasets[reached.path] = reached.found
             elif _is_sampler(reached.path, kind):
                 self._samplers[reached.path] = reached.found
 
@@ -273,15 +278,25 @@ class OwnObjects:
         self._current()
         return {
             (id(dataset), name): (dataset, value)
-            for dataset in self._datasets[:_MOST_DATASETS]
+            for dataset in self._datasets.values()
             for name, value in _own_dict(dataset).items()
             if type(value) in (int, float)
+        }
+
+    def choices(self) -> dict[str, int]:
+        """Checksums of the numbers, and lists and arrays of some, that decide which samples datasets give; by path."""
+        self._current()
+        return {
+            f"{path}.{name}": digest
+            for path, dataset in self._datasets.items()
+            for name, value in _own_dict(dataset).items()
+            if (digest := _digest_of_numbers(value)) is not None
         }
 
     def versions(self) -> dict[tuple[int, str], tuple[Any, list[int]]]:
         """How often torch saw tensors of the datasets written that the last walk found; called for each batch."""
         found = {}
-        for dataset in self._datasets[:_MOST_DATASETS]:
+        for dataset in self._datasets.values():
             for name, value in _own_dict(dataset).items():
                 tensors = value if isinstance(value, (list, tuple)) and len(value) <= _MOST_TENSORS else [value]
                 # What requires a gradient is a model's.
@@ -529,6 +544,18 @@ def _digest(value: Any, left: list[int], depth: int = 3) -> int:
         return len(parts)
     left[0] -= len(parts)
     return index_digest([len(parts), *(_digest(each, left, depth - 1) for each in parts if left[0] > 0)], 0)
+
+
+def _digest_of_numbers(value: Any) -> int | None:
+    """A checksum of a number, or of a list or array of integers: indices, lengths, weights; None for anything else."""
+    if type(value) in (bool, int, float):
+        return index_digest(value, 0)
+    integers = isinstance(value, np.ndarray) and value.dtype.kind == "i" and not isinstance(value, np.memmap)
+    if integers or type(value) in (list, tuple, range):
+        sampled = value[:: 1 + len(value) // _FEW_SAMPLED]
+        if integers or all(type(one) in (int, float) or isinstance(one, np.integer) for one in sampled):
+            return index_digest([len(value), *sampled], 0)
+    return None
 
 
 def _set_value(own: dict[Any, Any], name: str, value: Any) -> bool:

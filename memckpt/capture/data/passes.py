@@ -31,6 +31,8 @@ class Pass:
 
     construction: Phase
     """Before the pass's iterator was made: decides the workers' base seed."""
+    choices: dict[str, int] = field(default_factory=dict)
+    """Checksums, as the pass began, of what datasets choose samples by and training has changed; by path."""
     worker_start: WorkerStates = field(default_factory=dict)
     worker_states: WorkerStates = field(default_factory=dict)
     """After the newest batch that was handed out."""
@@ -131,6 +133,7 @@ class Pass:
         fetches = list(self._fetches)
         return {
             "construction": self.construction,
+            "choices": self.choices,
             "worker_start": dict(self.worker_start),
             "worker_states": worker_states,
             "sampler_start": self.sampler_start,
@@ -150,6 +153,7 @@ class Pass:
         start = record["sampler_start"]
         return cls(
             construction=record["construction"],
+            choices=record["choices"],
             worker_start=dict(record["worker_start"]),
             worker_states=dict(record["worker_states"]),
             sampler_start=None if start is None else (start[0], start[1]),
