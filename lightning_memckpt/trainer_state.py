@@ -25,7 +25,6 @@ from torchmetrics import Metric, MetricCollection
 import memckpt
 from lightning_memckpt.internals import TrainerInternals
 from lightning_memckpt.notes import list_callbacks
-from memckpt.capture.attributes import with_live_types
 from memckpt.capture.param_groups import scaler_state
 
 #: Largest hyperparameter that is stored, in pickled bytes.
@@ -146,7 +145,7 @@ def _restore_schedulers(trainer: pl.Trainer, states: list[dict[str, Any] | None]
         if state is None:  # could not be stored
             continue
         scheduler: Any = config.scheduler
-        scheduler.load_state_dict(with_live_types(scheduler.state_dict(), copy.deepcopy(state)))
+        scheduler.load_state_dict(copy.deepcopy(state))
 
 
 # The reductions that self.log() accepts. The object matters, not only its name: Lightning compares it with that of the

@@ -11,7 +11,7 @@ import copy
 import functools
 import itertools
 import weakref
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -155,8 +155,7 @@ class Attributes:
         elif kind == "generator" and (live is None or live is _MISSING):
             _set(holder, last, rng.make_generator(value["state"]))
         elif live is not None and _is_stateful(live):
-            state = value["state"]
-            live.load_state_dict(with_live_types(live.state_dict(), state) if _has_state(live) else state)
+            live.load_state_dict(value["state"])
         else:
             return False
         return True
@@ -435,19 +434,6 @@ def _all_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     return chain(module.parameters(), module.buffers())
 
 
-def with_live_types(live: Any, saved: Any) -> Any:
-    """Convert stored plain dictionaries to the type of the live state's containers.
-
-    MultiStepLR keeps its milestones in a Counter and calls Counter's methods.
-    """
-    if isinstance(live, dict) and isinstance(saved, dict):
-        converted = {key: with_live_types(live.get(key), value) for key, value in saved.items()}
-        return Counter(converted) if isinstance(live, Counter) else converted
-    if type(live) is list and type(saved) is list and len(live) == len(saved):
-        return [with_live_types(*both) for both in zip(live, saved, strict=True)]
-    return saved
-
-
 def same(one: Any, other: Any) -> bool:
     """Whether two states are equal, bit for bit; False if one cannot be stored."""
     if codec.unencodable_paths([one, other]):
@@ -612,7 +598,7 @@ def _trace(value: Any) -> Any:
 def _unstorable(value: Any, path: str) -> tuple[str, str] | None:
     """Path and type of the first value that would not survive encoding; None if all do.
 
-    Stricter than the codec, which decodes subclasses as their base; the state of an object gets its types back.
+    Stricter than the codec, which decodes other subclasses as their base.
     """
     kind = type(value)
     if kind is dict and _OBJECT in value:
@@ -621,7 +607,7 @@ def _unstorable(value: Any, path: str) -> tuple[str, str] | None:
     if kind in _PLAIN:
         return None
     parts: Iterable[tuple[object, Any]]
-    if kind in (dict, OrderedDict):
+    if kind in (dict, OrderedDict, Counter) or (kind is defaultdict and codec.keeps_default(value)):
         parts = chain(((f"key {key!r}", key) for key in value), value.items())
     elif kind in (list, tuple, set, frozenset, deque):
         parts = enumerate(value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import sys
 from array import array
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from enum import Enum
 from math import prod
@@ -155,6 +155,11 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
         raise DamagedStateError(f"rank state of {len(data)} bytes cannot be decoded: {error}") from error
 
 
+def keeps_default(value: defaultdict[Any, Any]) -> bool:
+    """Whether it is decoded as one that makes the same; any other is decoded as a plain dict."""
+    return value.default_factory is None or value.default_factory in _FACTORIES.values()
+
+
 def unencodable_paths(value: Any) -> list[str]:
     """Paths, with types, of all values that a rank state cannot carry; empty if there are none."""
     found: list[str] = []
@@ -223,8 +228,13 @@ class _Packer:
     def _rare(self, value: Any, path: str) -> Any:
         if isinstance(value, OrderedDict):
             return [_MARK + "odict", *self._mapping(value, path)]
+        if type(value) is Counter:
+            return [_MARK + "counter", *self._mapping(value, path)]
+        if type(value) is defaultdict and keeps_default(value):
+            made = "" if value.default_factory is None else value.default_factory.__name__
+            return [_MARK + "defaultdict", made, *self._mapping(value, path)]
         if isinstance(value, dict):
-            # Subclasses of dict are decoded as plain dicts: any further state of theirs is unknown.
+            # Other subclasses of dict are decoded as plain dicts: any further state of theirs is unknown.
             return [_MARK + "dict", *self._mapping(value, path)]
         if isinstance(value, (set, frozenset)):
             tag = "set" if isinstance(value, set) else "frozenset"
@@ -388,11 +398,19 @@ def _unpack_typed_array(items: list[Any]) -> Any:
     return typed
 
 
+def _unpack_defaultdict(items: list[Any]) -> Any:
+    return defaultdict(_FACTORIES[items[0]] if items[0] else None, _pairs(items[1:]))
+
+
+#: What a defaultdict may make.
+_FACTORIES: dict[str, type[Any]] = {kind.__name__: kind for kind in (int, float, bool, str, list, tuple, dict, set)}
 _UNPACKERS: dict[str, Callable[[list[Any]], Any]] = {
     "list": lambda items: [_unpack(item) for item in items],
     "tuple": lambda items: tuple(_unpack(item) for item in items),
     "dict": lambda items: dict(_pairs(items)),
     "odict": lambda items: OrderedDict(_pairs(items)),
+    "counter": lambda items: Counter(dict(_pairs(items))),
+    "defaultdict": _unpack_defaultdict,
     "set": lambda items: {_unpack(item) for item in items},
     "frozenset": lambda items: frozenset(_unpack(item) for item in items),
     "deque": lambda items: deque([_unpack(item) for item in items[1:]], maxlen=items[0]),

@@ -6,7 +6,7 @@ import contextlib
 import enum
 import math
 from array import array
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ trees = st.recursive(
         | st.lists(inner, max_size=4).map(tuple)
         | st.dictionaries(keys, inner, max_size=4)
         | st.dictionaries(st.text(max_size=3), inner, max_size=4).map(OrderedDict)
+        | st.dictionaries(keys, inner, max_size=4).map(lambda items: Counter(items))
+        | st.dictionaries(keys, inner, max_size=4).map(lambda items: defaultdict(list, items))
         | st.lists(inner, max_size=4).map(lambda items: deque(items, maxlen=7))
         | st.sets(keys, max_size=4)
         | st.frozensets(keys, max_size=4)
@@ -53,6 +55,8 @@ trees = st.recursive(
 def alike(first: Any, second: Any) -> bool:
     """Equal in values, types and orders, all the way down."""
     if type(first) is not type(second):
+        return False
+    if isinstance(first, defaultdict) and first.default_factory is not second.default_factory:
         return False
     if isinstance(first, dict):
         pairs = zip(first.items(), second.items(), strict=False)
@@ -111,6 +115,9 @@ def test_any_bytes_raise_nothing_but_a_damaged_state_error(data: bytes) -> None:
         ["\x00dict", 1],
         ["\x00dict", [], 1],
         ["\x00set", []],
+        ["\x00defaultdict"],
+        ["\x00defaultdict", "eval"],
+        ["\x00counter", []],
         ["\x00deque"],
         ["\x00deque", -3],
         ["\x00complex", "a", 1],
@@ -247,7 +254,7 @@ def test_numpy_scalars_come_back_with_their_type() -> None:
 
 
 def test_what_comes_back_as_a_plainer_type() -> None:
-    assert codec.decode(codec.encode(defaultdict(list, a=[1]))) == {"a": [1]}
+    assert codec.decode(codec.encode(defaultdict(lambda: 1, a=[1]))) == {"a": [1]}
     assert codec.decode(codec.encode(Path("a") / "b")) == "a/b"
 
 
