@@ -175,7 +175,8 @@ def capture_generator(generator: AnyGenerator) -> dict[str, Any]:
                 "operating system and cannot be repeated; use random.Random(seed) instead"
             ) from None
     if isinstance(generator, np.random.Generator):
-        return {"kind": "numpy.Generator", "data": _encode(dict(generator.bit_generator.state))}
+        bits = generator.bit_generator
+        return {"kind": "numpy.Generator", "data": _encode(dict(bits.state)), "seeds": _encode(_seeds_of(bits))}
     if isinstance(generator, np.random.RandomState):
         return {"kind": "numpy.RandomState", "data": _encode(generator.get_state(legacy=False))}
     raise ValueError(f"expected one of {[kind.__name__ for kind in GENERATOR_TYPES]}, found {type(generator).__name__}")
@@ -195,6 +196,7 @@ def restore_generator(generator: AnyGenerator, state: dict[str, Any]) -> None:
             generator.setstate(_python_state(data))
         elif isinstance(generator, np.random.Generator):
             generator.bit_generator.state = _decode(data)
+            _set_seeds(generator.bit_generator, _decode(state["seeds"]))
         else:
             generator.set_state(_decode(data))
     except (TypeError, KeyError, RuntimeError) as error:
@@ -221,6 +223,30 @@ def make_generator(state: dict[str, Any]) -> AnyGenerator:
             raise ValueError(f"expected the state of a generator, found one of {kind!r}")
     restore_generator(generator, state)
     return generator
+
+
+def _seeds_of(bits: np.random.BitGenerator) -> dict[str, Any]:
+    """What ``spawn()`` makes the next child of; empty where there is nothing."""
+    seeds = bits.seed_seq
+    if not isinstance(seeds, np.random.SeedSequence):
+        return {}
+    entropy = () if seeds.entropy is None else np.ravel(np.asarray(seeds.entropy, dtype=object))
+    words = [hex(one) for one in entropy]
+    return {**seeds.state, "entropy": words, "spawn_key": [hex(one) for one in seeds.spawn_key]}
+
+
+def _set_seeds(bits: np.random.BitGenerator, seeds: dict[str, Any]) -> None:
+    found = _seeds_of(bits)
+    if not seeds or found == seeds:
+        return
+    children = seeds["n_children_spawned"] - found.get("n_children_spawned", 0)
+    if children > 0 and all(found.get(name) == seeds[name] for name in seeds.keys() - {"n_children_spawned"}):
+        bits.seed_seq.spawn(children)  # type: ignore[attr-defined]  # numpy's stubs have the interface only
+    elif isinstance(bits.__reduce__()[2], tuple):  # from numpy 2 on
+        entropy, key = ([int(one, 16) for one in seeds[name]] for name in ("entropy", "spawn_key"))
+        own = {"spawn_key": tuple(key), "entropy": entropy[0] if len(entropy) == 1 else entropy}
+        restore: Any = bits  # numpy's stubs lack what pickle calls
+        restore.__setstate__((bits.state, np.random.SeedSequence(**{**seeds, **own})))
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> bytes:

@@ -45,6 +45,20 @@ def test_a_damaged_state_changes_nothing(key: str, value: Any, message: str) -> 
     assert rng.capture() == state
 
 
+@pytest.mark.parametrize("seed", [5, None, [1, 2, 3], np.random.SeedSequence(3).spawn(2)[1]])
+def test_a_generator_spawns_the_same_children_after_restore(seed: Any) -> None:
+    def draw(generator: Any) -> list[float]:
+        return [*(each.random() for each in generator.spawn(2)), generator.random()]
+
+    generator = np.random.default_rng(seed)
+    generator.spawn(3)
+    state = codec.decode(codec.encode(rng.capture_generator(generator)))
+    drawn = draw(generator)
+    for each in (generator, np.random.default_rng(seed), rng.make_generator(state)):
+        rng.restore_generator(each, state)
+        assert draw(each) == drawn
+
+
 @pytest.mark.parametrize(
     "generator",
     [
