@@ -6,7 +6,6 @@ Nothing is downloaded: the new environment sees the packages of this one, withou
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import sysconfig
@@ -17,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.project.release import PLAIN, readme_block
+
 ROOT = Path(__file__).parents[2]
 _SECONDS = 240
 _BUILD = "import sys; to = sys.argv[1]; from setuptools import build_meta as b; b.build_wheel(to); b.build_sdist(to)"
@@ -25,16 +26,6 @@ _LIGHTNING = """
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.utils.data import DataLoader
 model, train_loader = BoringModel(), DataLoader(RandomDataset(32, 16), batch_size=4)
-"""
-_PLAIN = """
-import torch
-steps = 4
-model = torch.nn.Linear(3, 1)
-optimizer = torch.optim.AdamW(model.parameters())
-scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-def train_one_step(step):
-    model(torch.rand(2, 3)).sum().backward()
-    optimizer.step(); scheduler.step(); optimizer.zero_grad()
 """
 #: Printed as JSON by the new environment: where things are from.
 _ORIGINS = """
@@ -156,22 +147,16 @@ def test_installed_packages_and_entry_points_are_the_wheels(built: Built, tmp_pa
     assert built.run("memckpt", "--version", cwd=tmp_path).startswith("memckpt ")
 
 
-def _readme_block(heading: str) -> str:
-    section = (ROOT / "README.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    block = re.search(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
-    return block[1]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("heading", "before", "run_dir", "step"),
-    [("Lightning", _LIGHTNING, "runs/my-run", 40), ("A plain loop", _PLAIN, "runs/plain", 4)],
+    [("Lightning", _LIGHTNING, "runs/my-run", 40), ("A plain loop", PLAIN, "runs/plain", 4)],
 )
 def test_the_lines_of_the_readme_run_there(
     built: Built, tmp_path: Path, heading: str, before: str, run_dir: str, step: int
 ) -> None:
     script = tmp_path / "train.py"
-    script.write_text(before + _readme_block(heading))
+    script.write_text(before + readme_block(heading))
     built.run("python", str(script), cwd=tmp_path)
     listed = json.loads(built.run("memckpt", "ls", run_dir, "--json", cwd=tmp_path))
     assert step in [each["step"] for each in listed["checkpoints"]], listed
