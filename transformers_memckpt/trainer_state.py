@@ -26,6 +26,7 @@ _STATE = (
 _SCHEDULE = ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "train_batch_size")
 # Largest JSON of a model's configuration, in characters, that is stored with each step for an export.
 _LARGE_CONFIG = 16 << 10
+#: Of the trainer; `_initial_global_step` came with transformers 5.19.
 _TRAINER = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
 
 
@@ -106,7 +107,7 @@ class TrainerStates:
         return {
             "state": {name: getattr(trainer.state, name) for name in _STATE},
             "history": self._history.encode(trainer.state.log_history),
-            "trainer": {name: getattr(trainer, name) for name in _TRAINER},
+            "trainer": {name: getattr(trainer, name) for name in _TRAINER if hasattr(trainer, name)},
             "loss": trainer._tr_loss,
             "scheduler": trainer.lr_scheduler.state_dict(),
             "scaler": scaler_state(scaler) if scaler is not None else None,
