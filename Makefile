@@ -16,7 +16,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo soak soak-programs test test-all test-gpu check docs bench bench-gpu clean
+.PHONY: help setup demo soak soak-programs test test-all test-gpu check docs bench bench-gpu release test-versions clean
 
 # Idle OpenMP threads sleep instead of spinning: trainer and agent share the cores of one machine.
 demo soak soak-programs test test-all test-gpu bench bench-gpu: export OMP_WAIT_POLICY = passive
@@ -81,6 +81,20 @@ bench: setup  ## Run the benchmarks
 bench-gpu:  ## Run benchmarks/gpu on a GPU, with PYTHON as it is
 	@$(PYTHON) benchmarks/gpu/needs.py $(GPU_NEEDS)
 	$(PYTHON) -m benchmarks.gpu
+
+# Tools that nothing else needs, and that are not installed for those who train or develop.
+RELEASE_TOOLS := build/tools/.installed
+$(RELEASE_TOOLS): constraints.txt
+	@$(PYTHON) -m venv --clear build/tools
+	@build/tools/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt build twine uv
+	@touch $@
+
+release: $(RELEASE_TOOLS)  ## Build dist/ from the last commit, and install and try it as a user would
+	build/tools/bin/python -m tests.project.release
+
+test-versions: export OMP_WAIT_POLICY = passive
+test-versions: $(RELEASE_TOOLS)  ## Exactness on the oldest and newest versions that are allowed: VERSIONS="--python 3.12"
+	build/tools/bin/python -m tests.project.versions $(VERSIONS)
 
 clean:  ## Remove build products and caches (.venv stays)
 	rm -rf build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -53,7 +53,7 @@ SECTIONS = {
         "docs/reference/promises",
         "docs/reference/interface",
     ],
-    "Project": ["docs/design", "CONTRIBUTING", "CHANGELOG"],
+    "Project": ["docs/design", "docs/versions", "CONTRIBUTING", "SECURITY", "CHANGELOG"],
 }
 
 project = "memckpt"
