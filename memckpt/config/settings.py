@@ -7,6 +7,7 @@ the tree that is off by default the key ``kind`` of a mapping names its dataclas
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 import typing
 from collections.abc import Iterator, Mapping
@@ -131,7 +132,7 @@ def _help_of(kind: type) -> dict[str, str]:
     texts: dict[str, str] = {}
     for one in reversed(kind.__mro__):
         if dataclasses.is_dataclass(one):
-            texts.update(_described(one.__doc__ or ""))
+            texts.update(_described(inspect.cleandoc(one.__doc__ or "")))  # Python 3.13 takes the indentation off
     return {name: text.replace("``", "").replace("`", "") for name, text in texts.items()}
 
 
@@ -140,7 +141,7 @@ def _described(docstring: str) -> dict[str, str]:
     texts: dict[str, str] = {}
     names: list[str] = []
     for line in listed.splitlines():
-        begins = re.match(r" {8}(\w+(?:, \w+)*): (.*)", line)
+        begins = re.match(r" {4}(\w+(?:, \w+)*): (.*)", line)
         if begins:
             names = begins[1].split(", ")
             texts.update(dict.fromkeys(names, begins[2]))
