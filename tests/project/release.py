@@ -7,6 +7,7 @@ Runs with a Python that has `build` and `twine`. The wheel is installed in an em
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -106,7 +107,10 @@ def brought(python: str) -> tuple[set[str], set[str]]:
 
 def output(*command: str, cwd: Path = ROOT) -> str:
     """Output of a command that succeeds; otherwise this process ends with it."""
-    done = subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # pip would find memckpt there
+    done = subprocess.run(
+        command, cwd=cwd, env=clean, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     if done.returncode:
         sys.exit(f"release: {' '.join(command)[:200]} failed:\n{done.stdout[-4000:]}")
     return done.stdout

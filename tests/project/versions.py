@@ -52,9 +52,8 @@ def uv(*arguments: str) -> None:
     subprocess.run([program, *arguments], env={**os.environ, "UV_CACHE_DIR": str(ROOM / "cache")}, check=True)
 
 
-def install(python: str, resolution: str) -> Path:
+def install(environment: Path, python: str, resolution: str) -> Path:
     """Make an environment with the dependencies that a resolution chooses; returns its Python."""
-    environment = ROOM / "environment"
     uv("venv", "--quiet", "--clear", "--python", python, str(environment))
     into = ("pip", "install", "--quiet", "--python", str(environment / "bin" / "python"))
     extras = [word for extra in EXTRAS for word in ("--extra", extra)]
@@ -64,13 +63,14 @@ def install(python: str, resolution: str) -> Path:
     return environment / "bin" / "python"
 
 
-def tested(python: Path) -> str:
+def tested(python: Path, log: Path) -> str:
     """What the tests say there, in words."""
-    log = ROOM / "log"
     with log.open("w") as output:
         pytest = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
         done = subprocess.run(pytest, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, check=False)
     failed = re.findall(r"^(?:FAILED|ERROR) (?:\S+::)?(\S+)", log.read_text(), re.MULTILINE)
+    if done.returncode and not failed:
+        failed = [f"pytest ({done.returncode})"]
     passed = re.search(r"(\d+) passed", log.read_text())
     print(log.read_text()[-3000:] if done.returncode else "", flush=True)
     return "; ".join([f"{passed[1] if passed else 0} passed", *(f"`{name}` failed" for name in dict.fromkeys(failed))])
@@ -99,17 +99,19 @@ def main() -> int:
             if path is None:
                 keep(version, which, ["–"] * len(SHOWN) + ["no interpreter on the machine that made this table"])
                 continue
+            environment = ROOM / f"{version}-{which}"
             try:
-                python = install(path, RESOLUTIONS[which])
+                python = install(environment, path, RESOLUTIONS[which])
             except subprocess.CalledProcessError:
                 keep(version, which, ["–"] * len(SHOWN) + ["cannot be installed from wheels"])
                 bad += 1
                 continue
             found = subprocess.run([str(python), "-c", _VERSIONS, *SHOWN], capture_output=True, check=True)
-            result = tested(python)
+            result = tested(python, ROOM / f"{version}-{which}.log")
             bad += "failed" in result
             keep(version, which, [*json.loads(found.stdout), result])
             print(version, which, result, flush=True)
+            shutil.rmtree(environment)
             uv("cache", "clean", "--quiet", "torch", "triton")  # gigabytes for each Python
     return 1 if bad else 0
 
