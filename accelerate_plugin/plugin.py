@@ -14,6 +14,7 @@ process's last one. Steps before which an epoch ended, or in which Accelerate sa
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ from accelerate_plugin.prepared import (
     require_training,
     sort_prepared,
 )
+from memckpt.capture.attributes import same
 from memckpt.config import MemckptConfig, ResumeChoice
 from memckpt.config.arguments import with_environment
 from memckpt.errors import ConfigurationError, UsageError
@@ -78,6 +80,7 @@ class MemCheckpointPlugin:
         self._objects = ObjectStates(accelerator)
         self._session: memckpt.Session | None = None
         self._followers = Followers(self._begin_loop, self._restore_rng)
+        self._at_begin: dict[str, Any] = {}
         self._watch = LoopWatch()
         self._messages = Messages(_log, accelerator.is_main_process)
         self._begun = False
@@ -340,6 +343,7 @@ class MemCheckpointPlugin:
             if used:
                 drop_unused_iterator(loader)
         self._rng_pending = True
+        self._at_begin = copy.deepcopy(self._objects.capture())
         session.restore_rng()
         if report is not None:
             self._messages.resumed(report)
@@ -348,7 +352,10 @@ class MemCheckpointPlugin:
         """Restore the generators once, for the first loader that reaches new batches."""
         if self._rng_pending:
             self._rng_pending = False
+            # What stands above the loop over batches had been done before these.
             self._attached_session("the loop").restore_rng()
+            if not same(self._objects.capture(), self._at_begin):
+                self._objects.restore(self._at_begin)
 
     def _attached_session(self, what: str) -> memckpt.Session:
         if self._session is None:

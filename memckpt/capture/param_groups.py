@@ -5,7 +5,7 @@ Frameworks change these by themselves, and a resume has to restore them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,13 +46,13 @@ def describe_groups(live: LiveState) -> dict[str, Any]:
         "strangers": live.strangers.describe(),
         "late": live.describe_late(),
         "modules": live.tree.describe(lambda what: live.not_carried.setdefault(what)),
-        "groups": _groups(live),
+        "groups": describe_settings(live),
         "trainable": {name: param.requires_grad for name, param in live.named_parameters()},
         "state_order": _state_order(live),
     }
 
 
-def _groups(live: LiveState) -> list[list[dict[str, Any]]]:
+def describe_settings(live: LiveState) -> list[list[dict[str, Any]]]:
     """Groups of all optimizers, with parameters by name."""
     described = []
     for optimizer, names in zip(live.optimizers, live.names_of_groups(), strict=True):
@@ -110,7 +110,13 @@ def restore_groups(live: LiveState, described: Mapping[str, Any]) -> None:
     for name, flag in described["trainable"].items():
         if tensors[name].requires_grad != flag:
             tensors[name].requires_grad_(flag)
-    for optimizer, groups in zip(live.optimizers, described["groups"], strict=True):
+    restore_settings(live, described["groups"])
+
+
+def restore_settings(live: LiveState, described: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    """Restore the groups of all optimizers, as :func:`describe_settings` found them."""
+    tensors = live.tensors()
+    for optimizer, groups in zip(live.optimizers, described, strict=True):
         groups_now = optimizer.param_groups
         for index, saved in enumerate(groups):
             if index == len(groups_now):

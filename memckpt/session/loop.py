@@ -155,9 +155,10 @@ class Loop:
         self._rank_state.take_over({"inexact": self.found})
 
     def _go_live(self) -> None:
-        """Restore the global generators: what the loop drew above its batches, the killed process had drawn before."""
+        """Undo what the loop has done above its batches: the killed process had done it before; restore generators."""
         if self._rng_pending:
             self._rng_pending = False
+            self._rank_state.put_settings_back(known=self._in_epochs)
             if self._rng_at_open is not None and rng.capture() != self._rng_at_open:
                 self._warn(_DRAWN)
             self._restore_rng()
@@ -190,6 +191,8 @@ class Loop:
             )
         self._in_epochs = self._counts_epochs = True
         self._held = None
+        if self._rng_pending:
+            self._rank_state.note_settings()
         try:
             while self.epoch < total:
                 yield self.epoch

@@ -12,12 +12,19 @@ import torch
 from memckpt.capture.attributes import AttributesOf, FoundObjects, GeneratorState
 from memckpt.capture.copier import Copier
 from memckpt.capture.live_state import LiveState
-from memckpt.capture.param_groups import describe_groups, describe_hooked, scaler_state
+from memckpt.capture.param_groups import (
+    describe_groups,
+    describe_hooked,
+    describe_settings,
+    restore_settings,
+    scaler_state,
+)
 from memckpt.capture.presence import describe_gradients
 from memckpt.capture.strangers import Helpers
 from memckpt.errors import ConfigurationError, UsageError
 from memckpt.recovery.comparison import ComparedKind, Comparison
 from memckpt.state import codec, rng
+from memckpt.state.tensors import version
 
 #: Splits the value of a capture into parts that are compared by name; leaves out parts that depend on the clock.
 Parts = Callable[[Any], Mapping[tuple[ComparedKind, str], Any]]
@@ -36,6 +43,9 @@ EARLIER = "an earlier resume was not exact: "
 ACCEPTED = "an earlier resume was not exact, and training went on from it: "
 #: Objects with a state that hang on the model's modules.
 OBJECTS = OWN + "objects"
+
+
+_TWICE = "what stands at the top of an epoch, and changes what is trained, has been done twice now"
 
 
 class RankState:
@@ -58,6 +68,9 @@ class RankState:
         self.never_repeatable = ""
         #: Corrects the report of the resume, until the first commit: what is found until then holds for it, too.
         self.correct: Callable[[str], object] | None = None
+        #: Encoded groups and states of registered objects, as a loop began that a resume goes on with.
+        self._settings: dict[str, bytes] = {}
+        self._written: dict[str, int] = {}
         #: What was held of the modules, until the first commit behind a resume.
         self._resumed_structure: Mapping[str, Any] | None = None
         #: Why a resume from the next record is not exact, one reason each.
@@ -243,6 +256,51 @@ class RankState:
             f"{', '.join(map(repr, sorted(now - held))) or 'nothing'} starts as it is; register the same names, or "
             "start over with resume='never'"
         )
+
+    # What a loop does above its batches, and did in the killed process
+
+    def note_settings(self) -> None:
+        """Note the optimizers' groups and the states of registered objects: a loop begins."""
+        self._settings = {name: codec.encode(value) for name, value in self._settings_now()}
+        self._written = self._versions()
+
+    def _versions(self) -> dict[str, int]:
+        return {name: version(tensor) for name, tensor in self._live.tensors().items()}
+
+    def _settings_now(self) -> Iterator[tuple[str, Any]]:
+        yield "groups", describe_settings(self._live)
+        for name in self._loaders:
+            value = self._captures[name]()
+            if not codec.unencodable_paths(value):
+                yield name, value
+
+    def _changed_settings(self) -> list[str]:
+        now = {name: codec.encode(value) for name, value in self._settings_now()}
+        return [name for name, before in self._settings.items() if now.get(name) != before]
+
+    def put_settings_back(self, known: bool = True) -> None:
+        """Put back what has changed since :meth:`note_settings`: the killed process had done so before its batches.
+
+        Tensors that have changed are named only: their memory may be used already. So is all else if it is not `known`
+        where the loop began: it may be meant.
+        """
+        changed = self._changed_settings()
+        if changed and not known:
+            self.inexact(f"{changed[0]} was changed between restore() and the first batch: {_TWICE}")
+            changed = []
+        if changed:
+            _log.info(
+                "memckpt: the top of the epoch changed these once more, and they are put back: %s", ", ".join(changed)
+            )
+        for name in changed:
+            value = codec.decode(self._settings[name])
+            if name == "groups":
+                restore_settings(self._live, value)
+            else:
+                self._loaders[name](value)
+        now = self._versions()
+        if written := [name for name, before in self._written.items() if now.get(name, before) != before]:
+            self.inexact(f"{written[0]} was written between restore() and the first batch: {_TWICE}")
 
     def carries(self, obj: object, attribute: str) -> bool:
         """Whether an attribute of an object is provided, by itself or with all of the object's state."""

@@ -443,6 +443,47 @@ def test_samples_that_are_chosen_again_behind_a_resume_are_the_same(lab: Lab) ->
     dies_and_goes_on(lab, lambda dies: _choose_samples(process_of(lab, dies, "off"), again=True), ("committed", 3))
 
 
+@pytest.mark.parametrize("counts", [True, False])
+def test_what_the_top_of_an_epoch_changes_is_not_changed_twice(lab: Lab, counts: bool) -> None:
+    """Learning rate and a registered schedule; what only `epochs()` knows is no change that the user means."""
+
+    def loop(process: Process) -> None:
+        session, group = process.session, process.optimizer.param_groups[0]
+        loader = session.loader(make("shuffle", NONE))
+        schedule = torch.optim.lr_scheduler.StepLR(process.optimizer, 1, 0.5)
+        session.register("schedule", schedule)
+        report = session.restore()
+        for _ in session.epochs(3) if counts else range(2):
+            group["weight_decay"] = group.get("weight_decay", 0) + 0.1
+            schedule.step()
+            for batch in loader:
+                process.take("batch", batch)
+                process.note("rate", (group["lr"], group["weight_decay"], schedule.last_epoch))
+        session.close()
+        assert report is None or report.exact is counts
+
+    if counts:
+        survives(lab, loop, [("committed", 3), ("committed", 2), ("committed", 5)])
+    else:
+        _, second = dies_and_goes_on(lab, lambda dies: loop(process_of(lab, dies, "off")), ("committed", 2))
+        assert "groups was changed between restore() and the first batch" in second
+
+
+def test_a_tensor_that_is_written_above_a_resumed_pass_is_named(lab: Lab) -> None:
+    def body(dies: tuple[str, int] | None) -> None:
+        process = process_of(lab, dies, "off")
+        loader = process.session.loader(make("shuffle", NONE))
+        process.session.restore()
+        for _ in process.session.epochs(1):
+            with torch.no_grad():
+                next(process.model.parameters()).mul_(0.9)
+            for batch in loader:
+                process.take("batch", batch)
+        process.session.close()
+
+    assert "was written between restore() and the first batch" in dies_and_goes_on(lab, body, ("committed", 2))[1]
+
+
 @pytest.mark.promise("numbers and indices of a dataset that were changed before the pass, and are not made again")
 @pytest.mark.promise(
     "a plain loop of which it is not known how many batches it has fetched ahead; one that draws from the global "
