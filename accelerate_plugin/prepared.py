@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from memckpt import ComparedKind
 from memckpt.capture import data as dataloader
-from memckpt.capture.attributes import AttributesOf
+from memckpt.capture.attributes import AttributesOf, stateful
 from memckpt.capture.param_groups import scaler_state
 from memckpt.errors import ForeignStateError, UnsupportedError, UsageError
 
@@ -174,6 +174,7 @@ class ObjectStates:
             raise UsageError(f"register({name!r}): expected a new name, found one that is registered already")
         if attributes:
             obj = AttributesOf(name, obj, attributes)
+        obj = stateful(obj)
         if not callable(getattr(obj, "state_dict", None)) or not callable(getattr(obj, "load_state_dict", None)):
             raise UsageError(
                 f"register({name!r}): expected an object with state_dict() and load_state_dict(), found "

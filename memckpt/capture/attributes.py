@@ -345,6 +345,11 @@ class GeneratorState:
         rng.restore_generator(self._generator, state)
 
 
+def stateful(obj: object) -> Any:
+    """The object, or what gives a generator the methods of one with a state."""
+    return GeneratorState(obj) if isinstance(obj, rng.GENERATOR_TYPES) else obj
+
+
 class AttributesOf:
     """Some plain attributes of one object, as an object with a state_dict().
 

@@ -97,7 +97,7 @@ class ModuleTree:
         self._born_kinds: dict[str, str] = {}
         self._walk()
         self._born = self._numbers_now()
-        self._born_kinds, self._born_hooks = self._kinds, self._hooked_now()
+        self._born_kinds, self._born_hooks, self._born_layouts = self._kinds, self._hooked_now(), self._layouts_now()
 
     def _walk(self) -> None:
         self.modules = {
@@ -198,6 +198,7 @@ class ModuleTree:
                 for name in {**self._born_hooks, **self._hooked_now()}
                 if self._hooked_now().get(name) != self._born_hooks.get(name)
             },
+            "layouts": {k: v for k, v in self._layouts_now().items() if v != self._born_layouts.get(k, v)},
         }
 
     def _hooked_now(self) -> dict[str, list[str]]:
@@ -225,12 +226,20 @@ class ModuleTree:
         for name, kind in described["kinds"].items():
             if self._kinds.get(name) == self._born_kinds.get(name, kind) != kind:
                 yield f"the module {name!r} had become a {kind} while training ran, and is a {self._kinds.get(name)}"
+        layouts = self._layouts_now()
+        for name, strides in described["layouts"].items():
+            if layouts.get(name, strides) != strides:
+                yield f"the strides of {name!r} had become {strides} while training ran, and are {layouts[name]}"
         for name, hooks in described["hooks"].items():
-            born = self._born_hooks.get(name, [])
-            if self._hooked_now().get(name, []) == born != hooks:
-                changed = f"lost the hook {born[-1]}" if len(hooks) < len(born) else f"got the hook {hooks[-1]}"
-                again = "has it again" if len(hooks) < len(born) else "has it no more"
+            now = self._hooked_now().get(name, [])
+            if now != hooks:
+                changed = f"lost the hook {now[-1]}" if len(hooks) < len(now) else f"got the hook {hooks[-1]}"
+                again = "has it again" if len(hooks) < len(now) else "has it no more"
                 yield f"{name!r} had {changed} while training ran, and {again}"
+
+    def _layouts_now(self) -> dict[str, list[int]]:
+        """Strides of what `channels_last` and its kin lay out otherwise: a convolution rounds by them."""
+        return {name: [*param.stride()] for name, param in self._hooked_tensors.items() if param.dim() > 3}
 
     def _numbers_now(self) -> dict[str, list[tuple[str, Any]]]:
         return {name: [(key, held.get(key)) for key in names] for name, held, names in self._numbers}
@@ -303,7 +312,7 @@ def _alike(now: torch.Tensor | None, before: torch.Tensor | None) -> bool:
 
 
 def _numbers_of(module: nn.Module) -> list[str]:
-    """Names of a torch module's attributes that are numbers, or were made as None."""
+    """Names of a torch module's attributes that are numbers or words (`reduction`), or were made as None."""
     if not type(module).__module__.startswith("torch.") or type(module) in _CONSTANT:
         return []
     own = vars(module).items()
@@ -313,4 +322,4 @@ def _numbers_of(module: nn.Module) -> list[str]:
 def _is_number(value: Any) -> bool:
     if type(value) is tuple:
         return all(map(_is_number, value))
-    return value is None or type(value) in (bool, int, float)
+    return value is None or type(value) in (bool, int, float, str)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from memckpt.capture.attributes import AttributesOf, FoundObjects, GeneratorState
+from memckpt.capture.attributes import AttributesOf, FoundObjects, stateful
 from memckpt.capture.copier import Copier
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.param_groups import (
@@ -23,7 +23,7 @@ from memckpt.capture.presence import describe_gradients
 from memckpt.capture.strangers import Helpers
 from memckpt.errors import ConfigurationError, UsageError
 from memckpt.recovery.comparison import ComparedKind, Comparison
-from memckpt.state import codec, rng
+from memckpt.state import ambient, codec, rng
 from memckpt.state.tensors import version
 
 #: Splits the value of a capture into parts that are compared by name; leaves out parts that depend on the clock.
@@ -73,6 +73,7 @@ class RankState:
         self._written: dict[str, int] = {}
         #: What was held of the modules, until the first commit behind a resume.
         self._resumed_structure: Mapping[str, Any] | None = None
+        self._resumed_ambient: bytes | None = None
         #: Why a resume from the next record is not exact, one reason each.
         self._inexact: dict[str, None] = {}
         #: Objects that their owners carry, of which each call of one of these returns some.
@@ -106,6 +107,7 @@ class RankState:
         found = (*state.get("inexact", ()), *state.get("left_out", ()))
         self.carry(found)
         self._resumed_structure = state.get("structure", self._resumed_structure)
+        self._resumed_ambient = state.get("ambient", self._resumed_ambient)
         return found
 
     @property
@@ -163,8 +165,7 @@ class RankState:
             self.elsewhere.append(obj.objects)
         else:
             self.elsewhere.append(lambda carried=obj: (carried,))  # type: ignore[misc]  # a default binds it
-        if isinstance(obj, rng.GENERATOR_TYPES):
-            obj = GeneratorState(obj)
+        obj = stateful(obj)
         if not callable(getattr(obj, "state_dict", None)) or not callable(getattr(obj, "load_state_dict", None)):
             raise UsageError(
                 f"register({name!r}): expected an object with state_dict() and load_state_dict(), found "
@@ -179,6 +180,10 @@ class RankState:
         groups = describe_groups(self._live)
         provided = {name: capture() for name, capture in self._captures.items()}
         carried = (each for owner in (*self.elsewhere, self._found.objects) for each in owner())
+        settings = ambient.ambient_of(next(iter(self._live.tensors().values())).device.type)
+        held, self._resumed_ambient = self._resumed_ambient, None
+        for changed in () if held is None else ambient.decode(held).changed_to(settings):
+            self.inexact(f"torch's setting {changed}; make the change before restore()")
         structure, self._resumed_structure = self._resumed_structure, None
         if structure is not None:
             for missing in self._live.tree.not_repeated(structure):
@@ -198,6 +203,7 @@ class RankState:
             "written": sorted(self._live.growth.written),
             "hooked": describe_hooked(self._live),
             "structure": self._live.tree.describe_structure(),
+            "ambient": settings.encode(),
         }
         return codec.Packed(state, self._copier.fetch, self._copier.token)
 

@@ -36,6 +36,12 @@ class Ambient:
         """The encoding; empty for settings as they are by default."""
         return b"" if self == _DEFAULT else codec.encode(asdict(self))
 
+    def changed_to(self, other: Ambient) -> Iterator[str]:
+        """Yield each difference in words."""
+        for name, value in asdict(self).items():
+            if (now := getattr(other, name)) != value:
+                yield f"{name} was {value} in the run that is continued, and is {now}"
+
 
 _DEFAULT = Ambient()
 
