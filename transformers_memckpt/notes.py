@@ -20,12 +20,13 @@ _METHODS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
-_CHANGED = "{name} was {old!r} when the held state was captured and is {new!r} now: training continues, not bit for bit"
+_CHANGED = "{name} was {old!r} in the run that is continued, and is {new!r} now"
+#: Arguments in whose place the held state has a value: groups, schedule and generators go on.
+_OF_STATE = frozenset({"learning_rate", "weight_decay", "seed", "data_seed"})
 # Arguments that determine a step.
 _SETTINGS = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "learning_rate",
     "weight_decay", "max_grad_norm", "warmup_steps", "bf16", "fp16", "seed", "data_seed", "eval_steps",
-    "logging_steps",
 )  # fmt: skip
 
 
@@ -82,11 +83,12 @@ def settings(args: Any) -> dict[str, Any]:
     return {name: getattr(args, name, None) for name in _SETTINGS}
 
 
-def changed_settings(args: Any, held: dict[str, Any]) -> Iterator[str]:
-    """One line for each argument that has changed."""
+def changed_settings(args: Any, held: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+    """One line for each argument that has changed, and whether training goes on with the new value."""
     for name, new in settings(args).items():
         if name in held and held[name] != new:
-            yield _CHANGED.format(name=name, old=held[name], new=new)
+            line = _CHANGED.format(name=name, old=held[name], new=new)
+            yield (f"{line}: the held state goes on with its own", False) if name in _OF_STATE else (line, True)
 
 
 def inexact(trainer: Any) -> Iterator[str]:

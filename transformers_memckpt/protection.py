@@ -289,8 +289,8 @@ class Protection:
                 f"expected gradient_accumulation_steps={state['settings']['gradient_accumulation_steps']}, as in the "
                 f"run that is continued, found {steps}, and {state['batches']} trained batches are no multiple of it"
             )
-        for line in notes.changed_settings(trainer.args, state["settings"]):
-            self._messages.warn(line)
+        for line, used in notes.changed_settings(trainer.args, state["settings"]):
+            (self._inexact if used else self._messages.warn)(line)
         return state
 
     def _prepare_resume(self, state: dict[str, Any]) -> None:

@@ -230,7 +230,7 @@ def test_a_finished_training_is_at_its_end_and_can_be_made_longer(trainings: Tra
     assert again.outcomes[0]["training loss"] == done.outcomes[0]["training loss"]
     longer = trainings.run(case, config, seed=8, changed={"num_train_epochs": 3})
     assert [step for step, _ in losses(longer)] == list(range(22, 33))
-    assert "num_train_epochs was 2 when the held state was captured and is 3 now" in longer.log
+    assert "num_train_epochs was 2 in the run that is continued, and is 3 now" in longer.log
     whole = trainings.run(case, None, changed={"num_train_epochs": 3})
     assert longer.outcomes[0]["weights"] == whole.outcomes[0]["weights"]
 
