@@ -262,7 +262,8 @@ class Loop:
 
 
 def _parts(state: Mapping[str, Any]) -> dict[tuple[ComparedKind, str], Any]:
-    loop = {"epoch": state["epoch"], "batch": state["batch"]}
+    # Without epochs it is that of the loader that gave the last batch, if there are several.
+    loop = {"epoch": state["epoch"], "batch": None if state["epoch"] is None else state["batch"]}
     parts = {"loop": loop, **check_parts(state["loaders"])}
     return {("data position", name): part for name, part in parts.items()}
 

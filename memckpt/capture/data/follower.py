@@ -253,7 +253,8 @@ class Follower:
         #: Number of the iteration that the last commit was in; -1: in none.
         self._at_commit = -1
         self._ended = False
-        self._cycled = self._said_left = False
+        #: `_in_turn`: it was thought to be left, and has given a batch later: others come between its batches.
+        self._cycled = self._said_left = self._in_turn = False
         self._record_of(loader).around = self._open
 
     @staticmethod
@@ -422,7 +423,7 @@ class Follower:
     def _may_be_left(self) -> bool:
         """Whether the loop may have left its iteration, which something refers to, and goes on in another loader."""
         here = self._iteration
-        if here is None or here.steps != 1 or here.taken:
+        if here is None or here.steps != 1 or here.taken or self._in_turn:
             return False
         others = (each._iteration for each in self._training if each is not self)
         return any(each is not None and each.steps > 1 for each in others)
@@ -435,6 +436,7 @@ class Follower:
         """What :meth:`unreplayable` has said and is known not to be so; None if there is nothing."""
         here = self._iteration
         if self._said_left and here is not None and here.steps > 1:
+            self._in_turn = True
             return f"{self.name}: {_LEFT}"
         return f"{self.name}: {self._prefetch.disproved}" if self._prefetch.disproved else None
 

@@ -76,7 +76,6 @@ _NOT_SEARCHED = frozenset({"memckpt", "logging", "threading", "multiprocessing",
 _NO_USER_CODE = _NOT_SEARCHED | {"builtins", "torch", "torchdata", "numpy", "collections", "functools", "random"}
 _SAMPLER_PACKAGES = frozenset({"torch", "torchdata", "accelerate", "transformers", "lightning", "pytorch_lightning"})
 _LIBRARIES = _SAMPLER_PACKAGES | _NO_USER_CODE
-_LARGEST_INT = 2**63
 #: Attributes that belong to the pass and not to the sampler's configuration. The second is that of Accelerate's and
 #: HF's samplers, which may have drawn another value in this process.
 _ALWAYS = ("epoch", "initial_seed")
@@ -243,8 +242,7 @@ class OwnObjects:
             if name == "initial_seed" and isinstance(value, int):
                 found[name] = str(value)  # torch's seeds have 64 bits, too many for the codec
             elif isinstance(value, _SCALARS):
-                if not (isinstance(value, int) and abs(value) >= _LARGEST_INT):
-                    found[name] = value
+                found[name] = value
             elif type(value) in (*_KEPT, torch.Tensor, np.ndarray):
                 plain = self._plain(path, name, value)
                 if plain is not None:
@@ -514,7 +512,7 @@ def _copied(value: Any, left: list[int]) -> Any:
             each = _copied(each, left)
             if each is None:
                 return None
-        elif type(each) not in _SCALARS or (type(each) is int and abs(each) >= _LARGEST_INT):
+        elif type(each) not in _SCALARS:
             return None
         copies.append(each)
     if isinstance(value, dict):
