@@ -308,7 +308,7 @@ def _fills(shape: list[int], stride: list[int]) -> bool:
 
 
 def _bytes_in(torch: Any, tensor: Any) -> bytes:
-    flat = tensor.contiguous().reshape(-1)
+    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 

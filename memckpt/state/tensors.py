@@ -99,13 +99,17 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy values into a live tensor, even one that was made in inference mode."""
+    """Copy values into a live tensor, even one that was made in inference mode.
+
+    On a CPU nothing is written where all is equal: a frozen table may be a file that is mapped for reading.
+    """
     with torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext():
         live = local(tensor)
         for dim, (size, stride) in enumerate(zip(live.shape, live.stride(), strict=True)):
             if size > 1 and stride == 0:  # expanded: its elements along this dimension are one in memory
                 live, values = live.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
-        live.copy_(values)
+        if live.device.type != "cpu" or not same_bits(live, values):
+            live.copy_(values)
 
 
 def version(tensor: torch.Tensor) -> int:
