@@ -7,7 +7,8 @@ up before training starts: a Lightning that has renamed one is refused by name, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -357,6 +358,14 @@ class TrainerInternals:
         self.fit_loop._last_train_dl_reload_epoch = extras["train_reload_epoch"]
         self.val_loop._last_val_dl_reload_epoch = extras["val_reload_epoch"]
         self.val_loop._seen_batches_per_dataloader.update(extras["val_batches_seen"])
+
+    @contextmanager
+    def keeping_val_counts(self) -> Iterator[None]:
+        """Leave what making the validation's loaders resets: they were made in the sanity check, before it counted."""
+        loop = self.val_loop
+        kept = loop._last_val_dl_reload_epoch, loop._seen_batches_per_dataloader
+        yield
+        loop._last_val_dl_reload_epoch, loop._seen_batches_per_dataloader = kept
 
     def set_val_has_run(self, has_run: bool) -> None:
         """Tell the epoch loop whether the validation after its last batch has run."""

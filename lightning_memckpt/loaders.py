@@ -277,7 +277,8 @@ class Loaders:
             self._internals.forget_val_loaders()  # the first validation builds them, as it did
         elif trainer.val_dataloaders is None and trainer.enable_validation:
             trainer.validating = True
-            self._internals.val_loop.setup_data()
+            with self._internals.keeping_val_counts():
+                self._internals.val_loop.setup_data()
             trainer.training = True
 
     def release(self) -> None:
