@@ -307,6 +307,8 @@ class LoaderRecord:
         found = iterator._memckpt_pass.digest
         if record["digest"] not in (None, found) and not self.inexact:
             self.depart(_OTHER_STREAM.format(type(iterator._dataset).__name__, record["batches"]))
+        # What was read to be discarded may have drawn otherwise; what follows counts.
+        iterator._memckpt_pass.digest = record["digest"] or found
 
     def stream_drew(self, name: str, before: RngState, after: RngState) -> None:
         """Note what a fetch from a stream in this process has done to the global generators."""
