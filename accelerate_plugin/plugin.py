@@ -30,6 +30,7 @@ from accelerate_plugin.prepared import (
     ObjectStates,
     Prepared,
     check_parts,
+    move_orphans_aside,
     prepare,
     refuse,
     require_training,
@@ -298,6 +299,7 @@ class MemCheckpointPlugin:
             "batch": self._batch,
             "models": len(self._objects.prepared.models),
             "micro_step": self.accelerator.step,
+            "save_iteration": self.accelerator.save_iteration,
             "accumulation": (self._accumulation, self.accelerator.gradient_accumulation_steps),
             **self._objects.capture(),
             "loaders": self._followers.states(),
@@ -327,6 +329,9 @@ class MemCheckpointPlugin:
         report = session.restore_tensors()
         self._objects.restore(state)
         self.accelerator.step = state["micro_step"]
+        self.accelerator.project_configuration.iteration = state["save_iteration"]
+        for path in move_orphans_aside(self.accelerator):
+            self._messages.inform(f"the killed attempt saved behind the step that is resumed: moved to {path}")
         began_with, last = state["accumulation"]
         if began_with == self._accumulation:  # what has changed it since was training
             self.accelerator.gradient_accumulation_steps = last

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +47,33 @@ def refuse(accelerator: Accelerator) -> None:
             "expected data parallelism alone, found a parallelism_config with tensor or context parallelism, which has "
             "not been tried; apply parallelize_module to the model yourself, before prepare()"
         )
+
+
+def move_orphans_aside(accelerator: Any) -> list[str]:
+    """Move aside the directories that save_state() wrote behind the restored state; returns the new paths.
+
+    With automatic_checkpoint_naming Accelerate refuses a directory that exists. Its directory `checkpoints` may hold
+    nothing else: it counts what is there.
+    """
+    if not accelerator.project_configuration.automatic_checkpoint_naming:
+        return []
+    saved = os.path.join(accelerator.project_dir, "checkpoints")
+    moved = []
+    for name in sorted(os.listdir(saved)) if accelerator.is_local_main_process and os.path.isdir(saved) else ():
+        number = re.fullmatch(r"checkpoint_(\d+)", name)
+        if number is None or int(number[1]) < accelerator.save_iteration:
+            continue
+        os.makedirs(f"{saved}_orphans", exist_ok=True)
+        target = os.path.join(f"{saved}_orphans", name)
+        while os.path.lexists(target):
+            target += "_"
+        try:
+            os.rename(os.path.join(saved, name), target)
+        except FileNotFoundError:  # another node has moved it, in a directory that they share
+            continue
+        moved.append(target)
+    accelerator.wait_for_everyone()
+    return moved
 
 
 def other_objects(expected: str) -> ForeignStateError:

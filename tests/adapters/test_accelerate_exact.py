@@ -180,6 +180,17 @@ def test_each_feature(case: Case, lab: Lab) -> None:
     assert skipped is case.scaler, "steps are skipped where gradients are scaled, and only there"
 
 
+def test_numbered_directories_of_save_state_go_on_and_orphans_are_moved_aside(lab: Lab) -> None:
+    """Some kills are behind a save and before its commit: the directory that is saved again exists."""
+    run = AccelerateRun(Case("numbered", numbered=True), lab.directory / "run")
+    kills: list[Kill] = [("commit", 4), ("committed", 5), ("commit", 11), ("committed", 1)]
+    attempts = survives(lab, run, kills)
+    assert attempts[-1].outcomes[0]["saved"] == ["checkpoint_3", "checkpoint_4", "checkpoint_5"]
+    orphans = sorted(each.name for each in run.directory.glob("project/checkpoints_orphans/*"))
+    assert orphans == ["checkpoint_0"]
+    assert attempts[1].log.count("moved to") == 1
+
+
 @pytest.mark.promise("Accelerate: two processes, either dies; torchrun restarts them")
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("case", RANKED, ids=str)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -55,6 +55,7 @@ class Case:
             not prepare.
         cut: sharding by the user before the model is prepared: "", "fsdp2" or "fsdp1".
         saves: Accelerate's own save_state in the first epoch, and load_state some batches later.
+        numbered: save_state() every four batches, in directories that Accelerate numbers.
         compression: how gradients are averaged.
     """
 
@@ -72,6 +73,7 @@ class Case:
     two: bool = False
     cut: str = ""
     saves: bool = False
+    numbered: bool = False
     evaluation_loader: dict[str, Any] | None = None
     compression: CompressionConfig | None = None
 
@@ -162,6 +164,9 @@ class Training(Process):
             cpu=True,
             gradient_accumulation_steps=case.accumulate,
             dataloader_config=DataLoaderConfiguration(**case.loading),
+            project_config=ProjectConfiguration(
+                str(run.directory / "project"), automatic_checkpoint_naming=case.numbered, total_limit=3
+            ),
             **case.accelerator,
         )
         if case.scaler:  # Accelerate makes one for accelerators only
@@ -277,6 +282,8 @@ class Training(Process):
             self.accelerator.save_state(str(self.run.directory / "saved"))
         if self.run.case.saves and (epoch, number) == (0, 7):
             self.accelerator.load_state(str(self.run.directory / "saved"))
+        if self.run.case.numbered and number % 4 == 3:
+            self.accelerator.save_state()
         if self.plugin is not None:
             done = self.plugin.commit(epoch_over=number + 1 == self.run.case.limit)
             assert done is bool(self.accelerator.sync_gradients)
@@ -313,6 +320,7 @@ class Training(Process):
             "average": freeze(self.average.value),
             "micro step": self.accelerator.step,
             "iteration": self.loader.iteration,
+            "saved": sorted(each.name for each in self.run.directory.glob("project/checkpoints/*")),
         }
 
 
