@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from memckpt import ComparedKind
 from memckpt.capture import data as dataloader
-from memckpt.capture.attributes import AttributesOf, stateful
+from memckpt.capture.objects import as_stateful
 from memckpt.capture.param_groups import scaler_state
 from memckpt.errors import ForeignStateError, UnsupportedError, UsageError
 
@@ -192,7 +192,10 @@ class ObjectStates:
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
+        #: What carries the objects of :meth:`register`, and the objects themselves; the same of Accelerate's.
         self._registered: dict[str, Any] = {}
+        self._given: list[object] = []
+        self._custom: list[Any] = []
         self.prepared: Prepared | None = None
         #: The gradient scaler's scale at the last commit.
         self._scale: Any = None
@@ -201,15 +204,15 @@ class ObjectStates:
         """Include an object. Arguments and errors are those of :meth:`MemCheckpointPlugin.register`."""
         if name in self._registered:
             raise UsageError(f"register({name!r}): expected a new name, found one that is registered already")
-        if attributes:
-            obj = AttributesOf(name, obj, attributes)
-        obj = stateful(obj)
-        if not callable(getattr(obj, "state_dict", None)) or not callable(getattr(obj, "load_state_dict", None)):
-            raise UsageError(
-                f"register({name!r}): expected an object with state_dict() and load_state_dict(), found "
-                f"{type(obj).__qualname__}"
-            )
-        self._registered[name] = obj
+        self._registered[name] = as_stateful(name, obj, attributes)
+        if not attributes:
+            self._given.append(obj)
+
+    def _custom_states(self) -> list[Any]:
+        """What carries the objects of register_for_checkpointing, which may become more."""
+        for number, each in enumerate(self._accelerator._custom_objects[len(self._custom) :], len(self._custom)):
+            self._custom.append(as_stateful(f"object {number} of register_for_checkpointing", each))
+        return self._custom
 
     def scaler_skipped(self, stepped: bool) -> bool:
         """Whether the gradient scaler has skipped a step since the last commit; `stepped`: whether one has been made.
@@ -224,7 +227,7 @@ class ObjectStates:
     def carried(self) -> list[object]:
         """Objects whose state is carried here."""
         assert self.prepared is not None
-        objects = *self._accelerator._custom_objects, *self._registered.values()
+        objects = *self._accelerator._custom_objects, *self._given
         schedulers = [each.scheduler for each in self.prepared.schedulers]
         return [*self.prepared.schedulers, *schedulers, self._accelerator.scaler, *objects]
 
@@ -239,7 +242,7 @@ class ObjectStates:
             "scaler": scaling,
             # A scheduler that is stepped after the loop over batches reads it.
             "skipped": [each.step_was_skipped for each in self.prepared.optimizers],
-            "custom": [each.state_dict() for each in self._accelerator._custom_objects],
+            "custom": [each.state_dict() for each in self._custom_states()],
             "registered": {name: each.state_dict() for name, each in self._registered.items()},
         }
 
@@ -247,7 +250,7 @@ class ObjectStates:
         """Restore what :meth:`capture` returned. Raises ForeignStateError if other objects were there then."""
         assert self.prepared is not None
         _load("scheduler", self.prepared.schedulers, state["schedulers"])
-        _load("object of register_for_checkpointing", self._accelerator._custom_objects, state["custom"])
+        _load("object of register_for_checkpointing", self._custom_states(), state["custom"])
         if state["registered"].keys() != self._registered.keys():
             raise other_objects(f"register() of {sorted(state['registered'])} and not of {sorted(self._registered)}")
         for name, obj in self._registered.items():

@@ -23,7 +23,7 @@ from lightning_memckpt.internals import TrainerInternals
 from lightning_memckpt.loaders import Loaders
 from lightning_memckpt.notes import list_callbacks
 from lightning_memckpt.reentry import behind_batch, edited_part
-from lightning_memckpt.trainer_state import LoggingState, accumulated_bytes
+from lightning_memckpt.trainer_state import LoggingState
 from lightning_memckpt.user_state import UserState, attribute_roots, callbacks_by_key, modules_beside
 from memckpt import ComparedKind
 from memckpt.capture import data as dataloader
@@ -33,7 +33,6 @@ from memckpt.user_messages import Messages
 
 # Duration of a user's hook at every step, in seconds, from which on a warning is logged.
 _SLOW_HOOK_SECONDS = 0.005
-_LARGE_METRIC_BYTES = 8 << 20
 # Commits between two checks of costs and of left-out state: figures have to settle first.
 _LOOK_EVERY_COMMITS = 64
 #: Commits of an attempt with such a check each: loaders show what they do with their first batches.
@@ -191,8 +190,6 @@ class FitState:
 
     def _capture(self) -> dict[str, Any]:
         internals = self._internals
-        if self._commits % _LOOK_EVERY_COMMITS == 0:
-            self._logging.find_metrics()
         validation_owed = internals.validation_follows()
         epoch_over = internals.epoch_is_over()
         unedited = internals.loop_state()
@@ -273,12 +270,6 @@ class FitState:
                 "state_dict() and on_save_checkpoint() hooks of callbacks and module are called at every step; "
                 f"here they take more than {_SLOW_HOOK_SECONDS * 1000:.0f} ms each time"
             )
-        for name, size in accumulated_bytes(state["logging"]["metrics"]).items():
-            if size > _LARGE_METRIC_BYTES:
-                self._messages.warn(
-                    f"the metric {name!r} accumulates more than {_LARGE_METRIC_BYTES >> 20} MiB in an epoch, which "
-                    "is copied at every step"
-                )
 
     # Comparison of a repeated step
 
@@ -316,7 +307,6 @@ class FitState:
         for name, value in {**state["attributes"], **state["objects"]}.items():
             parts["registered", f"attribute {name}"] = value
         parts["logged values", "self.log()"] = logging["results"]
-        parts["logged values", "metrics"] = {"metrics": logging["metrics"], "groups": logging["groups"]}
         parts["logged values", "trainer"] = logging["logger"]
         return parts
 

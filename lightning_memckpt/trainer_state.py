@@ -1,9 +1,9 @@
 """State that Lightning itself owns: LR schedulers, the precision plugin, fields of loops and trainer, and logging.
 
 The state of logging inside an epoch is in no checkpoint of Lightning's: the aggregates behind
-``self.log(on_epoch=True)``, the states of torchmetrics modules, and the dictionaries from which EarlyStopping,
-ModelCheckpoint and ReduceLROnPlateau read their monitored values. Without it every epoch value of a resumed epoch would
-be computed from its second part only. Captured values may share memory with live ones until they are encoded.
+``self.log(on_epoch=True)``, and the dictionaries from which EarlyStopping, ModelCheckpoint and ReduceLROnPlateau read
+their monitored values. Without it every epoch value of a resumed epoch would be computed from its second part only; the
+engine carries the states of torchmetrics. Captured values may share memory with live ones until they are encoded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric
 
 import memckpt
 from lightning_memckpt.internals import TrainerInternals
@@ -158,9 +158,6 @@ _REDUCTION_NAMES = {function: name for name, function in _REDUCTIONS.items()}
 
 _AGGREGATES = ("value", "cumulated_batch_size")
 
-# MetricCollection updates only the first metric of each group of equal ones, once it has found the groups.
-_GROUP_FIELDS = ("_groups", "_groups_checked")
-
 
 class LoggingState:
     """Captures and restores one trainer's logging state. `left_out`: names of logged values that cannot be stored."""
@@ -177,26 +174,14 @@ class LoggingState:
         self._beside = beside
         self._internals = internals
         self.left_out: set[str] = set()
-        self._looked_at = 0
-        self._metrics: list[tuple[str, Metric]] = []
-        self._collections: list[tuple[str, MetricCollection]] = []
 
     def _modules(self) -> dict[str, nn.Module]:
         roots = {"": self._pl_module, **self._beside}
         named = ((prefix, path, one) for prefix, root in roots.items() for path, one in root.named_modules())
         return {".".join(filter(None, (prefix, path))): one for prefix, path, one in named}
 
-    def find_metrics(self) -> None:
-        """Find the metrics in the module and beside it; too slow for every step."""
-        self._looked_at = len(self._pl_module._modules)
-        modules = list(self._modules().items())
-        self._metrics = [(name, module) for name, module in modules if isinstance(module, Metric)]
-        self._collections = [(name, module) for name, module in modules if isinstance(module, MetricCollection)]
-
     def capture(self) -> dict[str, Any]:
         """The state at the end of a training batch."""
-        if len(self._pl_module._modules) != self._looked_at:
-            self.find_metrics()
         return {
             "logger": self._internals.logger_fields(),
             "results": {
@@ -204,25 +189,11 @@ class LoggingState:
                 for key, result in self._internals.training_results.items()
                 if (captured := self._capture_result(key, result)) is not None
             },
-            "metrics": {name: _capture_metric(metric) for name, metric in self._metrics},
-            "groups": {
-                name: {field: getattr(collection, field) for field in _GROUP_FIELDS if hasattr(collection, field)}
-                for name, collection in self._collections
-            },
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore the state; call when no batch is in progress."""
         modules = self._modules()
-        for name, captured in state["metrics"].items():
-            metric = modules.get(name)
-            if isinstance(metric, Metric):
-                _restore_metric(metric, captured)
-            else:
-                self.left_out.add(f"the metric {name}, which is not there at the resume; make it in setup()")
-        for name, fields in state["groups"].items():
-            for field, value in fields.items() if isinstance(modules.get(name), MetricCollection) else ():
-                setattr(modules[name], field, value)
         for key, captured in state["results"].items():
             self._restore_result(key, captured, modules)
         self._internals.set_logger_fields(_to_device(state["logger"], self._trainer.strategy.root_device))
@@ -280,27 +251,6 @@ class LoggingState:
         result._computed = None
 
 
-def accumulated_bytes(metrics: dict[str, Any]) -> dict[str, int]:
-    """Bytes of each captured metric's state, by name: some metrics keep every prediction of the epoch."""
-    return {name: _tensor_bytes(captured["state"]) for name, captured in metrics.items()}
-
-
-def _capture_metric(metric: Metric) -> dict[str, Any]:
-    return {
-        "state": dict(metric.metric_state),
-        "update_count": metric._update_count,
-        "step_value": metric._forward_cache,
-    }
-
-
-def _restore_metric(metric: Metric, captured: dict[str, Any]) -> None:
-    for name, value in captured["state"].items():
-        setattr(metric, name, _to_device(value, metric.device))
-    metric._update_count = captured["update_count"]
-    metric._forward_cache = _to_device(captured["step_value"], metric.device)
-    metric._computed = None
-
-
 def _expect(modules: dict[str, nn.Module], name: str, kind: type[Any]) -> Any:
     module = modules.get(name)
     if not isinstance(module, kind):
@@ -319,13 +269,3 @@ def _to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_to_device(item, device) for item in value)
     return value
-
-
-def _tensor_bytes(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, dict):
-        return sum(map(_tensor_bytes, value.values()))
-    if isinstance(value, (list, tuple)):
-        return sum(map(_tensor_bytes, value))
-    return 0

@@ -40,7 +40,7 @@ _OTHERS = (nn.Module, torch.optim.Optimizer, DataLoader)
 _OURS = frozenset({"memckpt", "lightning_memckpt", "accelerate_plugin", "transformers_memckpt"})
 _CONTAINERS = (dict, list, tuple, deque)
 #: Attributes of each module: torch looks into these.
-_MODULE_NAMES = frozenset(vars(nn.Module()))
+MODULE_NAMES = frozenset(vars(nn.Module()))
 #: Members of a container that are looked at where one may have come: its size has changed, or one was None.
 _FEW_MEMBERS = 64
 #: Members of a container that are looked at.
@@ -90,7 +90,7 @@ class Attributes:
                 )
             if self._is_staged(value):
                 continue
-            if (found := _unstorable(_captured(value), "")) is not None:
+            if (found := unstorable(_captured(value), "")) is not None:
                 raise UnsupportedStateError(f"attribute {name}{found[0]}", found[1])
 
     def capture(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class Attributes:
             if self._is_staged(value := self._value(name)):
                 continue
             value = _captured(value)
-            found = ("", "nothing") if value is _MISSING else _unstorable(value, "")
+            found = ("", "nothing") if value is _MISSING else unstorable(value, "")
             if found is None:
                 values[name] = value
             else:
@@ -121,7 +121,7 @@ class Attributes:
         return {
             name: copy.deepcopy(value)
             for name, value in values
-            if value is not _MISSING and _unstorable(value, "") is None
+            if value is not _MISSING and unstorable(value, "") is None
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
@@ -311,11 +311,11 @@ class FoundObjects(Attributes):
             else:
                 self._stateless.append(value)  # as before it is fitted
             return False
-        if any(_address(tensor) in staged for tensor in _tensors(state)):
+        if any(_address(tensor) in staged for tensor in tensors_in(state)):
             return False  # it wraps the model, and would load it a second time
         if codec.unencodable_paths(state):
             reason = "its state cannot be stored"
-        elif (nbytes := sum(tensor.nbytes for tensor in _tensors(state))) > _LARGE:
+        elif (nbytes := sum(tensor.nbytes for tensor in tensors_in(state))) > _LARGE:
             reason = f"each step would copy its {nbytes >> 10} KiB; {self._named.format(name)} to carry it"
         else:
             return True
@@ -325,66 +325,8 @@ class FoundObjects(Attributes):
         if self._watched.setdefault(name, trace) != trace:
             self._inexact(f"{name}, a {type(value).__qualname__}, changes and is not carried: {reason}")
         else:
-            self._unchanged += [(weakref.ref(one), version(one)) for one in _tensors(state)]
+            self._unchanged += [(weakref.ref(one), version(one)) for one in tensors_in(state)]
         return False
-
-
-class GeneratorState:
-    """A generator as an object with a state_dict()."""
-
-    def __init__(self, generator: rng.AnyGenerator) -> None:
-        self._generator = generator
-        self.state_dict()  # raises where it has none
-
-    def state_dict(self) -> dict[str, Any]:
-        """Its state. Raises ValueError if it has none (SystemRandom)."""
-        return rng.capture_generator(self._generator)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore it."""
-        rng.restore_generator(self._generator, state)
-
-
-def stateful(obj: object) -> Any:
-    """The object, or what gives a generator the methods of one with a state."""
-    return GeneratorState(obj) if isinstance(obj, rng.GENERATOR_TYPES) else obj
-
-
-class AttributesOf:
-    """Some plain attributes of one object, as an object with a state_dict().
-
-    Args:
-        name: name of the object, for messages.
-        obj: the object.
-        names: names of its attributes; dotted for attributes of its attributes.
-
-    Raises:
-        ConfigurationError, UnsupportedStateError: as :meth:`Attributes.check`.
-    """
-
-    def __init__(self, name: str, obj: object, names: Iterable[str]) -> None:
-        if isinstance(names, str):
-            raise ConfigurationError(f"attributes: expected a list of names, found the str {names!r}")
-        self._obj, self._names = obj, tuple(names)
-        self._attributes = Attributes((f"{name}.{each}" for each in self._names), lambda: {name: obj})
-        self._attributes.check()
-
-    def objects(self) -> list[Any]:
-        """The values that exist."""
-        return self._attributes.objects()
-
-    def has(self, obj: object, name: str) -> bool:
-        """Whether this is the object, and the name one of its attributes here."""
-        return obj is self._obj and name in self._names
-
-    def state_dict(self) -> dict[str, Any]:
-        """The values. Raises as the constructor does."""
-        self._attributes.check()
-        return self._attributes.capture()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Write the values back."""
-        self._attributes.restore(state)
 
 
 def checked_names(names: Iterable[str]) -> tuple[str, ...]:
@@ -498,7 +440,7 @@ def _attributes_below(roots: Mapping[str, object]) -> Iterator[tuple[dict[str, A
     """Each attribute there, without those that each module has: dict, key, name."""
     for own, start in _owners_below(roots):
         for name in list(own):
-            if name not in _MODULE_NAMES:
+            if name not in MODULE_NAMES:
                 yield own, name, f"{start}.{name}"
 
 
@@ -561,7 +503,7 @@ def _is_kept(value: Any) -> bool:
 def _count_kept(container: Any) -> int:
     """Members of a container, or of an object's attributes, that are, or have, such an object or module."""
     own = isinstance(container, dict) and "_parameters" in container
-    members = [one for key, one in container.items() if key not in _MODULE_NAMES] if own else _few(container)
+    members = [one for key, one in container.items() if key not in MODULE_NAMES] if own else _few(container)
     return sum(any(map(_is_kept, _few(one))) if isinstance(one, _CONTAINERS) else _is_kept(one) for one in members)
 
 
@@ -576,12 +518,12 @@ def _staged(module: nn.Module) -> Iterator[torch.Tensor]:
     return (tensor for tensor in chain(module.parameters(), module.buffers()) if tensor.numel())
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (dict, list, tuple)):
         for one in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(one)
+            yield from tensors_in(one)
 
 
 def _address(tensor: torch.Tensor) -> int | None:
@@ -600,7 +542,7 @@ def _trace(value: Any) -> Any:
     return value if type(value) in _PLAIN else id(value)
 
 
-def _unstorable(value: Any, path: str) -> tuple[str, str] | None:
+def unstorable(value: Any, path: str) -> tuple[str, str] | None:
     """Path and type of the first value that would not survive encoding; None if all do.
 
     Stricter than the codec, which decodes other subclasses as their base.
@@ -620,7 +562,7 @@ def _unstorable(value: Any, path: str) -> tuple[str, str] | None:
         return None if not codec.unencodable_paths(value) else (path, _name(kind))
     else:
         return path, _name(kind)
-    found = (_unstorable(one, f"{path}.{part}") for part, one in parts)
+    found = (unstorable(one, f"{path}.{part}") for part, one in parts)
     return next((each for each in found if each is not None), None)
 
 

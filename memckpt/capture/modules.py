@@ -5,6 +5,7 @@ That is: training flags, numbers of torch's own modules (Dropout's `p`), extra s
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,17 @@ from memckpt.state.tensors import why_not_held
 def _imported(module: str, name: str) -> Any:
     """A class to compare with, if its module is loaded: importing it takes a second."""
     return getattr(sys.modules.get(module), name, ())
+
+
+def is_metric(module: nn.Module) -> bool:
+    """Whether a module is of torchmetrics: a Metric, also the user's own, or a collection of them."""
+    kind: Any = type(module)
+    return _is_metric_class(kind)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_metric_class(kind: type[Any]) -> bool:
+    return any(each.__module__.partition(".")[0] == "torchmetrics" for each in kind.__mro__)
 
 
 def is_fsdp2(module: nn.Module) -> bool:
@@ -86,25 +98,31 @@ class ModuleTree:
         optimizers: those that step them: their hooks are looked at, too.
 
     Attributes:
-        modules: all modules by name.
+        modules: all modules by name; `metrics`: those of torchmetrics.
     """
 
     def __init__(self, roots: Mapping[str, nn.Module], optimizers: Sequence[Optimizer] = ()) -> None:
         self._roots = dict(roots)
         self._optimizers = {f"optimizer{index}": each for index, each in enumerate(optimizers)}
         self.modules: dict[str, nn.Module] = {}
+        self.metrics: dict[str, nn.Module] = {}
         self._told: dict[str, None] = {}
         self._born_kinds: dict[str, str] = {}
         self._walk()
         self._born = self._numbers_now()
         self._born_kinds, self._born_hooks, self._born_layouts = self._kinds, self._hooked_now(), self._layouts_now()
 
-    def _walk(self) -> None:
-        self.modules = {
+    def modules_now(self) -> dict[str, nn.Module]:
+        """All modules that there are now, by name."""
+        return {
             without_wrappers(".".join(filter(None, (prefix, path)))): module
             for prefix, root in self._roots.items()
             for path, module in root.named_modules()
         }
+
+    def _walk(self) -> None:
+        self.modules = self.modules_now()
+        self.metrics = {name: one for name, one in self.modules.items() if is_metric(one)}
         # Scripted modules have no dicts: their tensors cannot be replaced.
         plain = [one for one in self.modules.values() if isinstance(one._parameters, dict)]
         self._children = [one._modules for one in plain]

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from memckpt.capture.attributes import AttributesOf, FoundObjects, stateful
+from memckpt.capture.attributes import FoundObjects
 from memckpt.capture.copier import Copier
 from memckpt.capture.live_state import LiveState
+from memckpt.capture.objects import AttributesOf, MetricStates, as_stateful
 from memckpt.capture.param_groups import (
     describe_groups,
     describe_hooked,
@@ -43,6 +44,8 @@ EARLIER = "an earlier resume was not exact: "
 ACCEPTED = "an earlier resume was not exact, and training went on from it: "
 #: Objects with a state that hang on the model's modules.
 OBJECTS = OWN + "objects"
+#: What metrics of torchmetrics among the modules keep in attributes.
+METRICS = OWN + "metrics"
 
 
 _TWICE = "what stands at the top of an epoch, and changes what is trained, has been done twice now"
@@ -84,9 +87,11 @@ class RankState:
             self.inexact,
             "call session.register(name, OBJECT) with {}, or name it in `attributes`,",
         )
-        self.register(
-            OBJECTS, self._found, parts=lambda state: {("registered", name): one for name, one in (state or {}).items()}
-        )
+        metrics = MetricStates(lambda: live.tree.metrics, lambda: live.tree.modules_now(), self.inexact)
+        for name, each in ((OBJECTS, self._found), (METRICS, metrics)):
+            self.register(
+                name, each, parts=lambda state: {("registered", key): one for key, one in (state or {}).items()}
+            )
 
     def inexact(self, reason: str) -> None:
         """Declare that resumes from records of this run are not exact, from the next record on; logged once."""
@@ -160,20 +165,11 @@ class RankState:
                 f"{kind}, as its steps may depend on its attributes: carried by themselves they do not reach a redo. "
                 "Use redo='snapshot', which carries them"
             )
-        if attributes:
-            obj = AttributesOf(name, obj, attributes)
-            self.elsewhere.append(obj.objects)
-        else:
-            self.elsewhere.append(lambda carried=obj: (carried,))  # type: ignore[misc]  # a default binds it
-        obj = stateful(obj)
-        if not callable(getattr(obj, "state_dict", None)) or not callable(getattr(obj, "load_state_dict", None)):
-            raise UsageError(
-                f"register({name!r}): expected an object with state_dict() and load_state_dict(), found "
-                f"{type(obj).__qualname__}"
-            )
+        carrier = as_stateful(name, obj, attributes)
+        self.elsewhere.append(carrier.objects if attributes else lambda: (obj,))
         scales = isinstance(obj, torch.amp.GradScaler)
-        self.provide(name, functools.partial(scaler_state, obj) if scales else obj.state_dict, parts)
-        self._loaders[name] = self._put_back[name] = obj.load_state_dict
+        self.provide(name, functools.partial(scaler_state, obj) if scales else carrier.state_dict, parts)
+        self._loaders[name] = self._put_back[name] = carrier.load_state_dict
 
     def capture(self, reduction: Any, pending: Any) -> codec.Packed:
         """The current rank state; copies may still be in flight. If user code raises here, nothing has changed."""
@@ -322,6 +318,10 @@ class RankState:
         for name in names:
             if name in self._loaders and name in provided:
                 self._loaders[name](provided[name])
+
+
+def _by_name(state: Mapping[str, Any] | None) -> dict[tuple[ComparedKind, str], Any]:
+    return {("registered", name): one for name, one in (state or {}).items()}
 
 
 def _without_values(gradients: Any) -> Any:

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,7 +24,6 @@ from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MeanMetric
 
 import memckpt
 from lightning_memckpt import MemCheckpoint, trainer_state
@@ -460,24 +458,3 @@ def test_a_shadow_under_a_later_one_becomes_the_original() -> None:
     thing.name = lambda: ours() + " theirs"  # type: ignore[method-assign]
     shadows.remove_all()
     assert thing.name() == "class theirs"
-
-
-def test_metrics_beside_the_module_are_carried_and_missing_ones_named() -> None:
-    """One that came while training ran is not there as a resume begins."""
-    cpu = SimpleNamespace(root_device=torch.device("cpu"))
-    trainer: Any = SimpleNamespace(strategy=cpu)
-    internals: Any = SimpleNamespace(training_results={}, logger_fields=dict, set_logger_fields=lambda fields: None)
-
-    def logging_of(**beside: nn.Module) -> trainer_state.LoggingState:
-        module: Any = nn.Module()
-        state = trainer_state.LoggingState(trainer, module, beside, internals)
-        state.find_metrics()
-        return state
-
-    ours, theirs = MeanMetric(), MeanMetric()
-    ours.update(3.0)
-    state = logging_of(mean=ours, late=MeanMetric()).capture()
-    resumed = logging_of(mean=theirs)
-    resumed.restore(state)
-    assert theirs.compute() == 3.0
-    assert ["the metric late" in one for one in resumed.left_out] == [True]

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from lightning_memckpt import MemCheckpoint
 from lightning_memckpt.reentry import Reentry
 from lightning_memckpt.trainer_state import LoggingState
+from memckpt.capture.objects import MetricStates
 from memckpt.config import AgentConfig, MemckptConfig, StorageConfig
 from memckpt.session.resume import chosen, first_steps
 from memckpt.state import rng
@@ -262,8 +263,7 @@ def sabotage(what: str) -> None:
         case "aggregates":
             LoggingState._restore_result = nothing  # type: ignore[method-assign]
         case "metrics":
-            capture = LoggingState.capture
-            LoggingState.capture = lambda self: {**capture(self), "metrics": {}, "groups": {}}  # type: ignore[method-assign]
+            MetricStates.state_dict = lambda _: {}  # type: ignore[method-assign]
         case "restart flags":
             Reentry.finish = Reentry.abandon  # type: ignore[method-assign]
         case _:
