@@ -13,14 +13,13 @@ import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from memckpt.capture.by_value import LiveTensor
-from memckpt.capture.live_state import LiveState, state_of
+from memckpt.capture.live_state import LiveState, state_of, values_of
 from memckpt.state.spec import StateSpec, is_ours
 from memckpt.state.tensors import Fixed, bits_of, local
 
@@ -35,11 +34,45 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 Kind = Literal["parameter", "state", "buffer", "frozen"]
 
 
+#: Device and width.
+_Key: TypeAlias = "tuple[torch.device, torch.dtype]"
+
+
+class _InMemory:
+    """Elements of tensors in host memory, as integers of one width, gathered by one call from where they lie.
+
+    Slicing each tensor takes a thousand times as long as the copy of its elements. ``Tensor.numpy()`` would keep the
+    user from resizing the storage.
+
+    Args:
+        places: of each tensor: its address, a multiple of the width; its number of elements; the distance of samples.
+        dtype: the integers.
+    """
+
+    def __init__(self, places: Sequence[tuple[int, int, int]], dtype: torch.dtype) -> None:
+        integers = np.dtype(str(dtype).removeprefix("torch."))
+        addresses, self._numels, self._strides = np.array(places).T
+        low = int(addresses.min())
+        self._firsts = (addresses - low) // integers.itemsize
+        # All of the address space between the tensors: only elements of theirs are read.
+        span = int((self._firsts + self._numels).max()) * integers.itemsize
+        self._memory = np.frombuffer(memoryview((ctypes.c_char * span).from_address(low)), dtype=integers)
+
+    def sample(self, record: int) -> torch.Tensor:
+        """Elements of all tensors, one behind the other."""
+        starts = record % self._strides
+        counts = np.maximum(self._numels - starts + self._strides - 1, 0) // self._strides
+        ends = counts.cumsum()
+        within = np.arange(ends[-1]) - (ends - counts).repeat(counts)
+        places = (self._firsts + starts).repeat(counts) + within * self._strides.repeat(counts)
+        return torch.from_numpy(self._memory.take(places))
+
+
 class _Sampler:
     """Samples of some tensors for as long as these keep their memory.
 
-    Host memory is read by address, as slicing a tensor takes ten times as long. Of a tensor on a device a view is held:
-    making it takes 10 us, which on a GPU is a tenth of a step. The caller makes a new one where a tensor has moved.
+    Host memory is read by address. Of a tensor on a device a view is held: making it takes 10 us, which on a GPU is a
+    tenth of a step. The caller makes a new one where a tensor has moved.
 
     Args:
         tensors: the tensors; a rank's local part of each is sampled.
@@ -47,31 +80,34 @@ class _Sampler:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         most = _most_of_each([local(tensor).numel() for tensor in tensors])
-        #: By device and width: position, all elements (None: to be copied), and the distance of two samples.
-        self._groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Bits | torch.Tensor | None, int]]] = {}
+        #: By device and width: position, all elements on a device (None: to be viewed, or copied), distance of samples.
+        self._groups: dict[_Key, list[tuple[int, torch.Tensor | None, int]]] = {}
+        places: dict[_Key, list[tuple[int, int, int]]] = {}
         for position, tensor in enumerate(tensors):
             here = local(tensor)
-            if here.numel() and (here.data_ptr() or here.device.type != "cpu"):  # else its memory is given up
+            on_host = here.device.type == "cpu"
+            if here.numel() and (here.data_ptr() or not on_host):  # else its memory is given up
                 flat = _flat_bits(here)
-                bits: Bits | torch.Tensor | None = None
-                if flat.data_ptr() == here.data_ptr():  # What is permuted or conjugated has been copied.
-                    bits = _in_memory(flat) if here.device.type == "cpu" else flat
-                group = self._groups.setdefault((flat.device, flat.dtype), [])
-                elements = most if flat.numel() <= most else min(MOST, most)
-                group.append((position, bits, _apart(flat.numel(), here.shape, elements)))
+                key, address, numel = (flat.device, flat.dtype), flat.data_ptr(), flat.numel()
+                stride = _apart(numel, here.shape, most if numel <= most else min(MOST, most))
+                is_copy = address != here.data_ptr()  # of what is permuted or conjugated
+                held = None if on_host or is_copy else flat
+                self._groups.setdefault(key, []).append((position, held, stride))
+                if on_host and not is_copy and not address % flat.element_size():
+                    places.setdefault(key, []).append((address, numel, stride))
+        self._in_memory = {
+            key: _InMemory(there, key[1]) for key, there in places.items() if len(there) == len(self._groups[key])
+        }
 
     def sample_tensors(self, record: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Samples of a record, one flat tensor of bits for each group."""
         taken = []
-        for group in self._groups.values():
-            parts = [bits[record % stride :: stride] for _, bits, stride in group if isinstance(bits, np.ndarray)]
-            if len(parts) == len(group):
-                taken.append(torch.from_numpy(np.concatenate(parts)))
+        for key, group in self._groups.items():
+            in_memory = self._in_memory.get(key)
+            if in_memory is not None:
+                taken.append(in_memory.sample(record))
                 continue
-            flats = [
-                bits if isinstance(bits, torch.Tensor) else _flat_bits(local(tensors[position]))
-                for position, bits, _ in group
-            ]
+            flats = [_flat_bits(local(tensors[position])) if held is None else held for position, held, _ in group]
             strided = [flat[record % stride :: stride] for flat, (*_, stride) in zip(flats, group, strict=True)]
             taken.append(torch.cat(strided))
         return taken
@@ -106,19 +142,9 @@ def _apart(numel: int, shape: torch.Size, most: int) -> int:
     return apart
 
 
-#: Elements as integers, at an address.
-Bits = npt.NDArray[Any]
-
-
 def _flat_bits(tensor: torch.Tensor) -> torch.Tensor:
     """All elements' bits in row-major order; a copy of what is permuted."""
     return bits_of(tensor.reshape(-1)).view(-1)
-
-
-def _in_memory(flat: torch.Tensor) -> Bits:
-    """The same elements for numpy. ``Tensor.numpy()`` would keep the user from resizing the storage."""
-    room = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())
-    return np.frombuffer(memoryview(room), dtype=np.dtype(str(flat.dtype).removeprefix("torch.")))
 
 
 @dataclass(frozen=True)
@@ -205,10 +231,9 @@ class Evidence:
 
     def _tensors(self) -> tuple[list[torch.Tensor], list[float]]:
         """The tensors of :meth:`_walk` and its numbers; found at once where the values are those of the last call."""
-        values = [param for _, param, _ in self._params]
-        for _, param, owners in self._params:
-            for number in owners:
-                values += state_of(self._optimizers[number], param).values()
+        values: list[Any] = [param for _, param, _ in self._params]
+        for optimizer in self._optimizers:
+            values += (*optimizer.state, *values_of(optimizer))
         values += [now for *_, now in self._values_beside()]
         identities = list(map(id, values))
         if self._order is not None and identities == self._known[0]:

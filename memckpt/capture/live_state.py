@@ -636,6 +636,14 @@ def state_of(optimizer: Optimizer, param: torch.Tensor) -> dict[str, Any]:
     return state
 
 
+def values_of(optimizer: Optimizer) -> list[Any]:
+    """The tensors, numbers and other values that an optimizer keeps for its parameters."""
+    try:
+        return list(itertools.chain.from_iterable(map(dict.values, optimizer.state.values())))
+    except TypeError:  # state that is no dict
+        return list(optimizer.state.values())
+
+
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors have memory in common, as far as their first and last elements tell."""
     (begin, end), (other_begin, other_end) = map(_extent, (one, other))

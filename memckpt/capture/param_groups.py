@@ -6,6 +6,7 @@ Frameworks change these by themselves, and a resume has to restore them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -75,9 +76,13 @@ def _state_order(live: LiveState) -> list[list[str] | None]:
     orders: list[list[str] | None] = []
     names: dict[int, str] = {}
     for optimizer in live.optimizers:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if len(optimizer.state) <= len(params) and all(map(is_, optimizer.state, params)):
+            orders.append(None)
+            continue
         # Empty state, as `self.state[param]` makes it for a look, is not restored, and has no place in the order.
         state = {id(param) for param, its in optimizer.state.items() if not isinstance(its, dict) or its}
-        usual = [id(p) for group in optimizer.param_groups for p in group["params"] if id(p) in state]
+        usual = [id(param) for param in params if id(param) in state]
         found = [id(param) for param in optimizer.state if id(param) in state]
         if left := {id(one) for one in optimizer.state if isinstance(one, torch.Tensor)} & state - set(usual):
             # Had they come back into a group, their old state would count.

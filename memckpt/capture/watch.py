@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from memckpt.capture.live_state import values_of
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.state.tensors import UNCOUNTED, Fixed, bits_of, local, version, why_not_held
 
@@ -171,7 +171,7 @@ class _State:
         self._optimizer = optimizer
         self._names = names
         self._written = written
-        self._accept(_values_of(optimizer))
+        self._accept(values_of(optimizer))
 
     def _accept(self, values: list[Any]) -> None:
         """Take these values, of which some are new objects, as the expected ones."""
@@ -191,7 +191,7 @@ class _State:
 
     def renew(self) -> bool:
         """Take the current values as the expected ones; returns whether there are as many tensors as before."""
-        values, before = _values_of(self._optimizer), len(self._tensors)
+        values, before = values_of(self._optimizer), len(self._tensors)
         if self._are_kept(values):
             self._changes = _sum_of_versions(self._tensors)
             self._sample.renew()
@@ -204,7 +204,7 @@ class _State:
 
     def changed(self) -> bool:
         """Whether anything has changed, as far as identities, counters and the sample show."""
-        if not self._are_kept(_values_of(self._optimizer)) or self._changes != _sum_of_versions(self._tensors):
+        if not self._are_kept(values_of(self._optimizer)) or self._changes != _sum_of_versions(self._tensors):
             return True
         found = set(self._sample.changed())
         if found:
@@ -255,14 +255,6 @@ class ParameterWatch:
             if self._states[each].changed():
                 return f"the state of {type(self._optimizers[each]).__qualname__}"
         return None
-
-
-def _values_of(optimizer: Optimizer) -> list[Any]:
-    """The tensors, numbers and other values that an optimizer keeps for its parameters."""
-    try:
-        return list(chain.from_iterable(map(dict.values, optimizer.state.values())))
-    except TypeError:  # state that is no dict
-        return list(optimizer.state.values())
 
 
 def _sum_of_versions(tensors: Sequence[torch.Tensor]) -> int:
