@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from benchmarks.harness.command import Options, run
 from benchmarks.harness.copies import SharedCopy, best_of, copy_bandwidth
 from benchmarks.harness.report import Report, millions
 from benchmarks.harness.scratch import scratch_directory
-from benchmarks.workloads.gpt import OPTIMIZERS, Trainee, protected, train
+from benchmarks.workloads.gpt import NO_AUDIT, OPTIMIZERS, Trainee, Training, protected, train
 from memckpt import Session
 from memckpt.capture.by_value import Digests
 from memckpt.capture.live_state import LiveState
@@ -40,8 +42,10 @@ Best of several repetitions of each piece in a loop of its own, with a session a
 Rates count the bytes given as size: what is copied, redone, encoded, written or sent. Beside a copy into a slot stand
 one between private tensors and one into shared memory; beside redo the optimizer's own `step()` on the same tensors;
 beside coding a checksum of the same stripes and their copy. The rank state is what every commit carries beside tensors:
-random generators, hyperparameters and flags. A write has checksums and is synced. What goes over the wire is encrypted;
-sender and receiver are two transports in one thread, over loopback."""
+random generators, hyperparameters and flags. What protection adds to a step of many small tensors is the difference of
+medians of CPU time of the training thread, of two models that take turns, one of them protected. A write has checksums
+and is synced. What goes over the wire is encrypted; sender and receiver are two transports in one thread, over
+loopback."""
 #: Of coded stripes: k and m, and bytes.
 _CODE = (4, 2)
 _STRIPES = 256
@@ -129,6 +133,46 @@ def add_commits(report: Report, trainee: Trainee, session: Session, steps: int) 
     train(trainee, session, steps)
     milliseconds = (session.stall.commit - before) / steps * 1e3
     report.notes.append(f"commit() without anchors, mean of {steps} training steps: {milliseconds:.2f} ms.")
+
+
+class Layers(nn.Module):
+    """Parallel layers of 16 x 16: tensors so small that each costs more than its bytes do."""
+
+    def __init__(self, tensors: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(tensors // 2)])
+
+    def loss(self, x: Tensor) -> Tensor:
+        return torch.stack([layer(x) for layer in self.layers]).square().mean()
+
+
+def add_small_tensors(report: Report, tensors: int, rounds: int) -> None:
+    """CPU time of the training thread that protection adds to a step of many small tensors, by part of the step."""
+    plain, ours = (Training(Layers(tensors), (torch.randn(4, 16),)) for _ in range(2))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    parts = ("backward", "optimizer", "commit")
+    taken: dict[bool, list[list[float]]] = {True: [], False: []}
+    with protected(ours, f"lazy T=8{NO_AUDIT}") as session:
+        for number in range(24 + rounds):  # past all slots, and past the records that are compared in full
+            for protects in ((True, False), (False, True))[number % 2]:
+                trainee, marks = ours if protects else plain, [time.thread_time()]
+                trainee.loss().backward()
+                marks.append(time.thread_time())
+                trainee.optimizer.step()
+                trainee.optimizer.zero_grad()
+                marks.append(time.thread_time())
+                if protects:
+                    session.commit()
+                marks.append(time.thread_time())
+                taken[protects].append([after - before for before, after in pairwise(marks)])
+    torch.set_num_threads(threads)
+    medians = {side: [statistics.median(part) for part in zip(*of[24:], strict=True)] for side, of in taken.items()}
+    for part, with_us, without in zip(parts, medians[True], medians[False], strict=True):
+        name, seconds = f"a step's {part}, added by protection, CPU", with_us - without
+        report.add(
+            name, f"{tensors:,} tensors", f"{seconds * 1e6:.0f}", "", what=name, seconds=seconds, tensors=tensors
+        )
 
 
 def add_redo(report: Report, size: str, optimizer: str, repetitions: int) -> None:
@@ -230,6 +274,8 @@ def main(options: Options) -> None:
         add_copies(report, trainee, session, repetitions=5 if options.quick else 20)
         add_calls(report, trainee, session, repetitions=50 if options.quick else 300)
         add_commits(report, trainee, session, steps=5 if options.quick else 20)
+    for tensors in (50,) if options.quick else (50, 1_000):
+        add_small_tensors(report, tensors, rounds=5 if options.quick else 20_000 // tensors)
     for optimizer in OPTIMIZERS:
         add_redo(report, size, optimizer, repetitions)
     add_coding(report, repetitions)

@@ -181,7 +181,8 @@ def model_checkpoint(size: str, pairs: int, block: int) -> list[tuple[float, flo
             self.model = trainee.model
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return trainee.model.loss(*trainee.batch)
+            loss: torch.Tensor = trainee.model.loss(*trainee.batch)
+            return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return trainee.optimizer

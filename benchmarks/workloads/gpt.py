@@ -26,15 +26,16 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 class Training:
-    """A GPT, its optimizer and a batch; :meth:`step` is one training step."""
+    """A model, its optimizer and a batch; :meth:`step` is one training step."""
 
-    def __init__(self, model: GPT, batch: tuple[Tensor, Tensor], optimizer: str = "fused") -> None:
+    def __init__(self, model: Any, batch: tuple[Tensor, ...], optimizer: str = "fused") -> None:
         self.model = model
         self.batch = batch
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **OPTIMIZERS[optimizer])
 
     def loss(self) -> Tensor:
-        return self.model.loss(*self.batch)
+        loss: Tensor = self.model.loss(*self.batch)
+        return loss
 
     def step(self) -> None:
         self.loss().backward()
@@ -91,7 +92,7 @@ def catch_up(session: Session) -> None:
 
 
 @contextmanager
-def protected(trainee: Trainee, mode: str) -> Iterator[Session]:
+def protected(trainee: Training, mode: str) -> Iterator[Session]:
     """A trainee with a session attached, a generation written and all slots touched."""
     with scratch_directory() as directory:
         session = memckpt.attach(trainee.model, trainee.optimizer, run_dir=directory, config=redo_config(mode))

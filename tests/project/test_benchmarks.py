@@ -102,7 +102,8 @@ def test_peers_overhead(tmp_path: Path) -> None:
 def test_hot_paths(tmp_path: Path) -> None:
     """Every path of a record is measured."""
     measured = [row["what"] for row in _quick_run("hot_paths", tmp_path)]
-    for path in ("gradients to their slot", "redo of a record", "stripes", "write of", "messages over the wire"):
+    paths = ("gradients to their slot", "a step's commit", "redo of a record", "stripes", "write of")
+    for path in (*paths, "messages over the wire"):
         assert any(what.startswith(path) for what in measured)
 
 
