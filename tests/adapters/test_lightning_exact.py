@@ -159,7 +159,7 @@ PLAIN = Case("plain")
 
 @pytest.mark.promise("Lightning: a run killed at 32 points equals the uninterrupted run")
 @pytest.mark.promise("loops' counters, an owed validation, an owed end of epoch")
-@pytest.mark.promise("epoch aggregates of `self.log`, torchmetrics, `callback_metrics`")
+@pytest.mark.promise("epoch aggregates of `self.log`, `callback_metrics`")
 @pytest.mark.slow
 def test_one_run_killed_at_every_point(lab: Lab, reference: Reference, tmp_path: Path) -> None:
     check_exact(reference(PLAIN), interrupted(lab, ONE_AFTER_ANOTHER, PLAIN, tmp_path))
@@ -325,7 +325,7 @@ def test_each_point(kill: Kill, lab: Lab, reference: Reference, tmp_path: Path) 
 
 
 @pytest.mark.promise("Lightning: each feature, with the engine")
-@pytest.mark.promise("epoch aggregates of `self.log`, torchmetrics, `callback_metrics`")
+@pytest.mark.promise("epoch aggregates of `self.log`, `callback_metrics`")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*CASES, *MORE_CASES], ids=lambda case: case.name)
 def test_each_feature_killed_all_along(case: Case, lab: Lab, reference: Reference, tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ METRICS: list[Callable[[], Any]] = [
 ]
 
 
+@pytest.mark.promise("torchmetrics, on the model and its modules; elsewhere if registered")
 @pytest.mark.parametrize("make", [*METRICS, Counting])
 @pytest.mark.parametrize("registered", [True, False])
 def test_a_metric_goes_on_as_if_it_had_never_been_left(make: Callable[[], Any], registered: bool) -> None:
