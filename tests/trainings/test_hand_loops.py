@@ -443,6 +443,23 @@ def test_samples_that_are_chosen_again_behind_a_resume_are_the_same(lab: Lab) ->
     dies_and_goes_on(lab, lambda dies: _choose_samples(process_of(lab, dies, "off"), again=True), ("committed", 3))
 
 
+def test_loaders_that_are_drawn_in_turn_raise_no_alarm(lab: Lab) -> None:
+    def forever(loader: Any) -> Iterator[Any]:
+        while True:
+            yield from loader
+
+    def loop(process: Process) -> None:
+        loaders = [process.session.loader(DataLoader(Augmented(size), 4, shuffle=True)) for size in (20, 12)]
+        report = process.session.restore()
+        pairs = [forever(each) for each in loaders]
+        for step in range(report.step + 1 if report else 1, 31):
+            process.take(f"batch {step}", next(pairs[step % 2]))
+        process.session.close()
+        assert report is None or report.exact
+
+    survives(lab, loop, [("committed", 11), ("committed", 7)])
+
+
 @pytest.mark.parametrize("counts", [True, False])
 def test_what_the_top_of_an_epoch_changes_is_not_changed_twice(lab: Lab, counts: bool) -> None:
     """Learning rate and a registered schedule; what only `epochs()` knows is no change that the user means."""

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import copy
+import os
 import signal
+import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -162,6 +167,25 @@ def second_optimizer(process: Changing, step: int) -> None:
 )
 def test_what_changes_while_training_runs(lab: Lab, change: Change, check: str) -> None:
     survives(lab, lambda process: process.train(change), KILLS, check, kind=Changing)
+
+
+class Mapped(Changing):
+    """A frozen table is a file that is mapped for reading: writing to it would end the process."""
+
+    def objects(self) -> tuple[Any, Any]:
+        model, optimizer = super().objects()
+        file = Path(tempfile.gettempdir()) / f"table{os.getpid()}.npy"
+        np.save(file, np.ones((4, 4), np.float32))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch tells that it is not writable
+            table = torch.from_numpy(np.load(file, mmap_mode="r"))
+        file.unlink()
+        model.frozen.weight = nn.Parameter(table, requires_grad=False)
+        return model, optimizer
+
+
+def test_a_table_that_is_mapped_for_reading(lab: Lab) -> None:
+    survives(lab, lambda process: process.train(nothing), KILLS, kind=Mapped)
 
 
 class Tied(Changing):
