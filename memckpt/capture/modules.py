@@ -209,13 +209,10 @@ class ModuleTree:
 
     def describe_structure(self) -> dict[str, Any]:
         """Part of the rank state that :meth:`not_repeated` reads: what has changed since this process began."""
+        born, hooked = self._born_hooks, self._hooked_now()
         return {
             "kinds": self._changed_kinds,
-            "hooks": {
-                name: self._hooked_now().get(name, [])
-                for name in {**self._born_hooks, **self._hooked_now()}
-                if self._hooked_now().get(name) != self._born_hooks.get(name)
-            },
+            "hooks": {name: hooked.get(name, []) for name in {**born, **hooked} if hooked.get(name) != born.get(name)},
             "layouts": {k: v for k, v in self._layouts_now().items() if v != self._born_layouts.get(k, v)},
         }
 

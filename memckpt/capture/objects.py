@@ -21,7 +21,7 @@ from memckpt.state import rng
 _log = logging.getLogger("memckpt")
 #: What add_state() was called with: the same in each process.
 _CONSTANT = MODULE_NAMES | {"_defaults", "_persistent", "_reductions"}
-#: Where a metric is, which is not what it has counted.
+#: Types of attributes that say where a metric is, and not what it has counted.
 _PLACES = (torch.device, torch.dtype)
 _LARGE_METRIC_BYTES = 8 << 20
 

@@ -89,9 +89,7 @@ class RankState:
         )
         metrics = MetricStates(lambda: live.tree.metrics, lambda: live.tree.modules_now(), self.inexact)
         for name, each in ((OBJECTS, self._found), (METRICS, metrics)):
-            self.register(
-                name, each, parts=lambda state: {("registered", key): one for key, one in (state or {}).items()}
-            )
+            self.register(name, each, parts=_by_name)
 
     def inexact(self, reason: str) -> None:
         """Declare that resumes from records of this run are not exact, from the next record on; logged once."""
@@ -181,6 +179,7 @@ class RankState:
         for changed in () if held is None else ambient.decode(held).changed_to(settings):
             self.inexact(f"torch's setting {changed}; make the change before restore()")
         structure, self._resumed_structure = self._resumed_structure, None
+        self._settings, self._written = {}, {}  # the loop has gone on
         if structure is not None:
             for missing in self._live.tree.not_repeated(structure):
                 self.inexact(f"{missing}; make the change before restore()")

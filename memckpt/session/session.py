@@ -315,7 +315,7 @@ class Session:
         report = self._proof.report
         if report is not None and not self._has_continued:
             self._accept(report.because(*self._loop.found))
-        if not self._has_continued:
+        if self._resumption.chosen is not None and not self._has_continued:
             self._rank_state.note_settings()
         elif self._resumption.chosen is not None:
             self._rank_state.put_settings_back()  # of a loop that goes on only now

@@ -402,7 +402,7 @@ def _unpack_defaultdict(items: list[Any]) -> Any:
     return defaultdict(_FACTORIES[items[0]] if items[0] else None, _pairs(items[1:]))
 
 
-#: What a defaultdict may make.
+#: Types whose empty values a defaultdict may give, by name.
 _FACTORIES: dict[str, type[Any]] = {kind.__name__: kind for kind in (int, float, bool, str, list, tuple, dict, set)}
 _UNPACKERS: dict[str, Callable[[list[Any]], Any]] = {
     "list": lambda items: [_unpack(item) for item in items],

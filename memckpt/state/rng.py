@@ -241,7 +241,8 @@ def _set_seeds(bits: np.random.BitGenerator, seeds: dict[str, Any]) -> None:
         return
     children = seeds["n_children_spawned"] - found.get("n_children_spawned", 0)
     if children > 0 and all(found.get(name) == seeds[name] for name in seeds.keys() - {"n_children_spawned"}):
-        bits.seed_seq.spawn(children)  # type: ignore[attr-defined]  # numpy's stubs have the interface only
+        live: Any = bits.seed_seq  # numpy's stubs have the interface only
+        live.spawn(children)
     elif isinstance(bits.__reduce__()[2], tuple):  # from numpy 2 on
         entropy, key = ([int(one, 16) for one in seeds[name]] for name in ("entropy", "spawn_key"))
         own = {"spawn_key": tuple(key), "entropy": entropy[0] if len(entropy) == 1 else entropy}
