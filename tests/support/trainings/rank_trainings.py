@@ -179,6 +179,7 @@ class DdpTraining(RankTraining):
             listen_until(session, lambda: session._switch.state is not SwitchState.EMPTY)
         if self.job.log and rank.step >= 2:
             until(lambda: self._is_logged(session, rank.step >= 6))
+            dist.barrier()  # all must know before one continues and kills the agent
 
     def _is_logged(self, session: Any, based: bool) -> bool:
         """Whether the newest record has been taken for the log; with `based` also the log's first checkpoint."""
