@@ -42,6 +42,7 @@ def write(state: ExportedState, target: Path) -> None:
     trainer_state = TrainerState(
         **{**held["state"], "total_flos": held["state"]["total_flos"] + held["trainer"]["current_flos"]},
         **file["state"],
+        **held["schedule"],
         log_history=History.decode(held["history"]),
         stateful_callbacks=callbacks,
     )

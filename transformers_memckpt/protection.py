@@ -212,6 +212,7 @@ class Protection:
     ) -> tuple[Any, int]:
         first, batches = original(max_steps, per_epoch, epochs, resume_from_checkpoint, trial)
         self._first_epoch = first
+        self._states.compute_schedule(max_steps, epochs)
         if resume_from_checkpoint is not None:
             self._file = (resume_from_checkpoint, self._trainer.state.global_step, batches)
         return _Later(self._enter_epochs), batches
@@ -291,6 +292,8 @@ class Protection:
             )
         for line, used in notes.changed_settings(trainer.args, state["settings"]):
             (self._inexact if used else self._messages.warn)(line)
+        for name, value in self._states.lost_schedule(state["states"]).items():
+            self._inexact(f"state.{name} had become {value}, and is {getattr(trainer.state, name)} now")
         return state
 
     def _prepare_resume(self, state: dict[str, Any]) -> None:
@@ -298,13 +301,13 @@ class Protection:
         assert self._loader is not None
         self._pending = state
         self._epoch_ended = state["loader"]["between"]
+        ended = state["epoch"] >= trainer.state.num_train_epochs
         self._states.restore_counters(state["states"])
         self._attributes.restore(state["attributes"])  # before the loader's workers copy them
         self._objects.load_state_dict(state["objects"])
         self._first_epoch = state["epoch"]
         self._loader.resume(state["loader"])
-        ended = trainer.state.global_step >= trainer.state.max_steps or state["epoch"] >= trainer.state.num_train_epochs
-        if ended or state["stopped"]:
+        if ended or state["stopped"] or trainer.state.global_step >= trainer.state.max_steps:
             self._first_epoch = sys.maxsize  # no epoch is left
 
     # --- stage 3 --------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
-from transformers import TrainerControl
+from transformers import TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
 
 import memckpt
@@ -17,13 +17,13 @@ from memckpt.capture.attributes import modules_beside
 from memckpt.capture.param_groups import scaler_state
 from memckpt.errors import UnsupportedStateError
 
-# Fields of TrainerState that training changes. The others follow from the arguments.
+# Fields of TrainerState that training changes.
 _STATE = (
     "global_step", "epoch", "best_metric", "best_global_step", "best_model_checkpoint", "total_flos",
     "num_input_tokens_seen",
 )  # fmt: skip
-# Fields that follow from the arguments, and are read back from a file.
-_SCHEDULE = ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "train_batch_size")
+# Fields that follow from the arguments, unless a callback or a file sets others.
+_SCHEDULE = ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps")
 # Largest JSON of a model's configuration, in characters, that is stored with each step for an export.
 _LARGE_CONFIG = 16 << 10
 #: Of the trainer; `_initial_global_step` came with transformers 5.19.
@@ -98,7 +98,14 @@ class TrainerStates:
         self._trainer = trainer
         self._skip = skip
         self._history = History()
+        self._began_with: dict[str, Any] = {}
         self.left_out: dict[str, str] = {}
+
+    def compute_schedule(self, max_steps: int, epochs: int) -> None:
+        """Compute the schedule that the arguments give, before any callback can change it."""
+        given = TrainerState(max_steps=max_steps, num_train_epochs=epochs)
+        given.compute_steps(self._trainer.args, max_steps)
+        self._began_with = {name: getattr(given, name) for name in _SCHEDULE}
 
     def capture(self) -> dict[str, Any]:
         """All of these states, as values that the engine can store."""
@@ -106,6 +113,10 @@ class TrainerStates:
         scaler = getattr(trainer.accelerator, "scaler", None)
         return {
             "state": {name: getattr(trainer.state, name) for name in _STATE},
+            "began_with": self._began_with,
+            "schedule": {
+                name: now for name, began in self._began_with.items() if (now := getattr(trainer.state, name)) != began
+            },
             "history": self._history.encode(trainer.state.log_history),
             "trainer": {name: getattr(trainer, name) for name in _TRAINER if hasattr(trainer, name)},
             "loss": trainer._tr_loss,
@@ -125,13 +136,20 @@ class TrainerStates:
         arguments = {name: each.state().get("args", {}) for name, each in exportable.items()}
         return {
             "config": text if len(text) <= _LARGE_CONFIG else "",
-            "state": {name: getattr(trainer.state, name) for name in _SCHEDULE},
+            "state": {name: getattr(trainer.state, name) for name in (*_SCHEDULE, "train_batch_size")},
             "arguments": {name: each for name, each in arguments.items() if not memckpt.unencodable_paths(each)},
         }
 
+    def lost_schedule(self, held: dict[str, Any]) -> dict[str, Any]:
+        """Held changes of the schedule that are not restored: the arguments now give another schedule."""
+        changed: dict[str, Any] = held["schedule"]
+        return {name: now for name, now in changed.items() if held["began_with"][name] != self._began_with[name]}
+
     def restore_counters(self, held: dict[str, Any]) -> None:
         """Restore counters and history, which other callbacks may read before training starts."""
-        for name, value in held["state"].items():
+        lost = self.lost_schedule(held)
+        changed = {name: value for name, value in held["schedule"].items() if name not in lost}
+        for name, value in (held["state"] | changed).items():
             setattr(self._trainer.state, name, value)
         self._trainer.state.log_history = self._history.decode(held["history"])
 
@@ -201,7 +219,7 @@ def check_parts(state: Mapping[str, Any]) -> dict[tuple[ComparedKind, str], Any]
         ("hyperparameters", "LR scheduler"): states["scheduler"],
         ("hyperparameters", "gradient scaler"): states["scaler"],
         ("logged values", "loss"): {"since the last log": states["loss"], **states["trainer"]},
-        ("logged values", "TrainerState"): states["state"],
+        ("logged values", "TrainerState"): states["state"] | states["schedule"],
         ("logged values", "log_history"): [_without_clocks(entry) for entry in History.decode(states["history"])],
     }
     for name, callback in states["callbacks"].items():

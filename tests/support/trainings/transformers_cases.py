@@ -63,7 +63,8 @@ class Case:
         stream: whether the training data are an IterableDataset.
         sharded: whether from_pretrained() shards the model over the ranks.
         compression: how gradients are averaged.
-        second: whether the Trainer has an average of the weights, and a generator, which its losses depend on.
+        second: whether the Trainer has an average of the weights, and a generator, which its losses depend on, and a
+            callback that changes the schedule.
     """
 
     name: str
@@ -142,8 +143,10 @@ class Probe(TrainerCallback):
         self.tally.append(float(torch.rand(())))
         self.reach("epoch_begin")
 
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.reach("step_begin")
+        if state.global_step == 3 and self.process.run.case.second:
+            state.logging_steps = 3
         self.plain["steps"] += 1
         self.tally.append(random.random())
 
