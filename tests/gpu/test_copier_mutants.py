@@ -10,7 +10,6 @@ from memckpt.capture.copier import AcceleratorCopier
 from memckpt.session import session
 from tests.gpu.cases import BORROWED
 from tests.gpu.unsynchronized import Kind, train
-from tests.support.faults.frozen import differences
 from tests.support.late import device as late
 from tests.support.late.device import RACE
 from tests.support.trainings.engine_child import Control, config, kill_self
@@ -59,8 +58,8 @@ def test_a_race_is_found(lab: Lab, mutant: type[AcceleratorCopier]) -> None:
 
 
 def test_a_commit_that_is_sent_early_is_found(lab: Lab) -> None:
-    def slow_down(control: Control) -> None:
-        late.be_slow(others=20_000)
+    def stand_still(control: Control) -> None:
+        late.be_slow(others=10**9)
 
     def die_when_sent(control: Control) -> None:
         assert control.session is not None
@@ -69,8 +68,8 @@ def test_a_commit_that_is_sent_early_is_found(lab: Lab) -> None:
 
     (case,) = [case for case in BORROWED if case.name == "adamw"]
     lab.device = "late"
-    actions = {("before step", 9): slow_down, ("after commit", 9): die_when_sent}
+    actions = {("in commit", 9): stand_still, ("after commit", 9): die_when_sent}
     lab.train(case, config(resume_check="off"), actions=actions, prepare=lambda control: use(SaysDoneTooEarly))
     resumed = lab.train(case, config(resume_check="off"), seed=2)
-    assert resumed.restored_step == 9
-    assert differences(lab.reference(case).outcome, resumed.outcome)
+    # Which step is resumed instead depends on which earlier commits were early, too.
+    assert "a sample of the state after step 9, from local memory is DIFFERENT" in resumed.log
