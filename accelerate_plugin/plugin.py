@@ -399,7 +399,7 @@ class MemCheckpointPlugin:
         session, self._session = self._session, None
         if session is not None:
             # A run whose loop was never entered has not finished its held training.
-            session.close(finished=finished and (self._begun or session.held is None))
+            session.close(finished=finished, keep_held=not self._begun and session.held is not None)
         if finished:
             self._watch.check_end()
 

@@ -191,6 +191,8 @@ class Protection:
             data_parallel=wrapped if isinstance(wrapped, DistributedDataParallel) else None,
             extra_modules=self._fit_state.beside,
             replicated=self._replicated,
+            # A second fit of one Trainer goes on with its steps.
+            continues=self._trainer.global_step > 0,
         )
 
     def _inexact(self, reason: str) -> None:
@@ -310,4 +312,4 @@ class Protection:
             self._fit_state.tables.unfollow_files(finished=finished and self._pending is None)
         session, self._session = self._session, None
         if session is not None:
-            session.close(finished=finished and self._pending is None)
+            session.close(finished=finished, keep_held=self._pending is not None)

@@ -197,8 +197,7 @@ class Protection:
             except BaseException:
                 self._close(finished=False)
                 raise
-            # Held state that was never used stays held.
-            self._close(finished=self._pending is None)
+            self._close(finished=True)
             return result
 
     def _init_training_state(
@@ -437,7 +436,7 @@ class Protection:
     def _close(self, *, finished: bool) -> None:
         session, self._session = self._session, None
         if session is not None:
-            session.close(finished=finished)
+            session.close(finished=finished, keep_held=self._pending is not None)  # it was never used
 
     def _release(self) -> None:
         loader, self._loader = self._loader, None

@@ -40,6 +40,7 @@ def attach(
     data_parallel: DistributedDataParallel | None = None,
     extra_modules: Mapping[str, nn.Module] | None = None,
     replicated: Sequence[str] = (),
+    continues: bool = False,
 ) -> Session:
     """Protect a training from here on.
 
@@ -60,6 +61,8 @@ def attach(
         extra_modules: modules outside the model whose tensors belong to the state (averaged models).
         replicated: names, or patterns of names, of parameters that are plain tensors in a sharded model and the same on
             all ranks. Others are taken for a rank's own.
+        continues: this goes on with the training that this process has finished with `run_dir`. Else a second training
+            of a process is held in a folder of its own, ``training-2``.
 
     Raises:
         ConfigurationError, NothingHeldError, ForeignStateError, RunBusyError, MemoryBudgetError, UnsupportedError,
@@ -80,6 +83,7 @@ def attach(
         extra_modules=extra_modules or {},
         replicated=replicated,
         observers=observers,
+        continues=continues,
     )
     _raise_oom_score()
     return session
@@ -165,7 +169,7 @@ class DisabledSession(Session):
             )
         return True
 
-    def close(self, finished: bool = True) -> None:
+    def close(self, finished: bool = True, *, keep_held: bool = False) -> None:
         if self._closed:
             return
         self._closed = True

@@ -6,9 +6,10 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -61,6 +62,42 @@ _log = logging.getLogger("memckpt")
 _AT_STEP_BECAUSE, _DOUBT = OWN + "at_step_because", OWN + "doubt"
 
 
+class _Ordinal:
+    """Which training of this process a session protects, of those with one run directory: 1, 2, ...
+
+    A script may pretrain and finetune. Started again, its first training must not go on from what its second one held.
+    """
+
+    _finished: ClassVar[dict[Path, int]] = {}
+
+    def __init__(self, run_dir: str, continues: bool) -> None:
+        self._run_dir = Path(run_dir).resolve()
+        finished = self._finished.get(self._run_dir, 0)
+        self._number = max(1, finished + (not continues))
+
+    def place(self, arguments: ProtectionArguments) -> ProtectionArguments:
+        """The arguments for this training: behind the first one, a folder in the run directory and in the storage."""
+        if self._number == 1:
+            return arguments
+        name = f"training-{self._number}"
+        config, run_dir = arguments.config, str(Path(arguments.run_dir) / name)
+        storage = config.storage
+        if storage is not None and storage.url is not None:
+            config = replace(config, storage=replace(storage, url=f"{storage.url.rstrip('/')}/{name}"))
+        _log.warning(
+            "memckpt: %s has finished a training of this process: training %d is held in %s. A restarted script runs "
+            "the former ones again, or takes their final step from storage",
+            arguments.run_dir,
+            self._number,
+            run_dir,
+        )
+        return ProtectionArguments(run_dir, arguments.resume, config)
+
+    def note_finished(self) -> None:
+        """A next session with the run directory is another training."""
+        self._finished[self._run_dir] = self._number
+
+
 class Session:
     """Protects one model and its optimizers. Made by :func:`memckpt.attach`; not thread-safe.
 
@@ -78,6 +115,7 @@ class Session:
         extra_modules: Mapping[str, nn.Module],
         replicated: Sequence[str] = (),
         observers: Sequence[Observer] = (),
+        continues: bool = False,
     ) -> None:
         self._closed = self._has_told = self._has_continued = False
         self._observers = observers
@@ -86,6 +124,8 @@ class Session:
         self._number: int | None = None
         self._reductions_at_commit = 0
         self._stalled_before = 0.0
+        self._ordinal = _Ordinal(arguments.run_dir, continues)
+        arguments = self._ordinal.place(arguments)
         proven = self._look_at_training(model, optimizers, arguments, data_parallel, extra_modules, replicated)
         self._wire_parts(Path(arguments.run_dir), optimizers, proven)
         try:
@@ -612,18 +652,22 @@ class Session:
 
     # End
 
-    def close(self, finished: bool = True) -> None:
+    def close(self, finished: bool = True, *, keep_held: bool = False) -> None:
         """End the session. Without `finished` the agent keeps the held state.
 
         With `finished` the agent writes the final step to storage, if storage is configured, and ends. This waits for
-        it, up to the storage timeout.
+        it, up to the storage timeout. A next session of this process is then another training, with a place of its own.
 
         Args:
             finished: whether training has finished, and will not be resumed.
+            keep_held: the agent keeps the held state though training has finished: no step of it was taken up.
         """
         if self._closed:
             return
         self._closed = True
+        if finished:
+            self._ordinal.note_finished()
+            finished = not keep_held
         for each in self._observers:
             each.close()
         if finished and self._last is None and self._recorder.graphs.stepped:

@@ -927,6 +927,41 @@ def test_each_commit_counts_a_step(lab: Lab, how: str, check: str) -> None:
     survives(lab, loop, [("backward", 5), ("committed", 2), ("committed", 4)], check)
 
 
+class _Seeded(Process):
+    def objects(self) -> tuple[Any, Any]:
+        torch.manual_seed(5)
+        return super().objects()
+
+
+class _Stored(_Seeded):
+    settings: ClassVar[dict[str, Any]] = {**Process.settings, "storage": memckpt.StorageConfig()}
+
+
+@pytest.mark.promise("several trainings of one script, with one run directory")
+@pytest.mark.parametrize("kind", [_Seeded, _Stored], ids=["memory", "storage"])
+def test_each_training_of_a_script_goes_on_from_its_own_steps(lab: Lab, kind: type[Process]) -> None:
+    def train(process: Process, phase: str) -> None:
+        report = process.session.restore()
+        for number in range(report.step + 1 if report else 1, 7):
+            process.backward(f"{phase} {number}", [number])
+            process.step()
+            process.session.commit()
+            process.at(phase)
+        process.note(f"{phase} ends", [each.tolist() for each in process.model.parameters()])
+        process.session.close()
+
+    def loop(process: Process) -> None:
+        train(process, "pretrains")
+        process.optimizer = torch.optim.AdamW(process.model.parameters(), 0.001)
+        process.attach()
+        train(process, "finetunes")
+
+    said = survives(lab, loop, [("pretrains", 2), ("finetunes", 3), ("finetunes", 1)], "off", kind=kind)
+    assert said.count("training 2 is held in") == 3
+    resumed = said.count("resuming from")
+    assert resumed == (5 if kind is _Stored else 3), "pretraining is run again where its end is not in storage"
+
+
 class _Grouped(Process):
     """One of several groups, which share settings."""
 

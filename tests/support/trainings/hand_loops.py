@@ -61,11 +61,17 @@ class Process(killed_programs.Process):
 
     def __init__(self, run: Run, check: str = "replay") -> None:
         super().__init__(run)
+        self._check = check
         self.model, self.optimizer = self.objects()
         self.session: Any = Unprotected()
-        if run.protected:
-            settings = config(resume_check=check, **self.settings)
-            self.session = memckpt.attach(self.model, self.optimizer, run_dir=run.directory / "run", config=settings)
+        self.attach()
+
+    def attach(self) -> None:
+        """Make the session of a training, with the model and optimizer of now."""
+        if self.run.protected:
+            settings = config(resume_check=self._check, **self.settings)
+            run_dir = self.run.directory / "run"
+            self.session = memckpt.attach(self.model, self.optimizer, run_dir=run_dir, config=settings)
 
     def objects(self) -> tuple[Any, Any]:
         model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
