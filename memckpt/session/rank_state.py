@@ -174,7 +174,7 @@ class RankState:
         groups = describe_groups(self._live)
         provided = {name: capture() for name, capture in self._captures.items()}
         carried = (each for owner in (*self.elsewhere, self._found.objects) for each in owner())
-        settings = ambient.ambient_of(next(iter(self._live.tensors().values())).device.type)
+        settings = ambient.ambient_of(self._live.named_parameters()[0][1].device.type)
         held, self._resumed_ambient = self._resumed_ambient, None
         for changed in () if held is None else ambient.decode(held).changed_to(settings):
             self.inexact(f"torch's setting {changed}; make the change before restore()")

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import mmap
 import random
+import sys
 from math import prod
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import memckpt
 from memckpt.capture.by_value import AnchorCopies, Place, Places
+from memckpt.processes.address import AgentAddress
+from memckpt.processes.control import stop_agent
 from memckpt.state.layout import Piece, aligned
 from memckpt.state.optimizers import dtype_name
 from memckpt.state.redo import tensor_at
@@ -158,3 +164,34 @@ def test_counters_and_addresses_are_those_of_each_tensor() -> None:
     fixed = Fixed(tensors)
     assert fixed.versions() == [version(tensor) for tensor in tensors] == [1, 2, 0]
     assert fixed.pointers() == [tensor.data_ptr() for tensor in tensors]
+
+
+def _calls_of_a_commit(layers: int, run_dir: Path) -> int:
+    """The number of Python functions that a commit calls in the middle of a training."""
+    net = nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
+    optimizer = torch.optim.AdamW(net.parameters())
+    config = memckpt.MemckptConfig(redo="lazy", storage=None)
+    calls: list[int] = []
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        calls[-1] += event == "call"
+
+    try:
+        with memckpt.attach(net, optimizer, run_dir=run_dir, config=config) as session:
+            session.restore()
+            for _ in range(40):
+                net(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                calls.append(0)
+                sys.setprofile(count)
+                session.commit()
+                sys.setprofile(None)
+    finally:
+        stop_agent(AgentAddress.of(run_dir))
+    return min(calls[24:])  # some commits do more: they look for what may have come
+
+
+def test_a_commit_calls_no_python_function_for_each_tensor(tmp_path: Path) -> None:
+    few, many = (_calls_of_a_commit(layers, tmp_path / str(layers)) for layers in (8, 72))
+    assert many - few < 128 / 2  # tensors more; each eighth is anchored
