@@ -102,6 +102,8 @@ class LiveState:
         self._born_params = {name for name, tensor in self.tensors().items() if isinstance(tensor, nn.Parameter)}
         # What a module has let go of, its optimizer still has under the place in its group.
         self._born_positions = {position for position, _ in self._optimizer_positions()}
+        #: `defaults` of the optimizers, by which groups are made, as a new process makes them.
+        self.born_defaults = [dict(getattr(optimizer, "defaults", {})) for optimizer in self.optimizers]
         #: Keys of values in parameter groups, as a new process makes them.
         self.group_keys = {key for optimizer in self.optimizers for group in optimizer.param_groups for key in group}
         #: State of optimizers that could not be captured, as text, in the order of discovery.

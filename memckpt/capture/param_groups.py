@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from memckpt.capture.attributes import same
 from memckpt.capture.live_state import LiveState
 from memckpt.errors import ForeignStateError
 from memckpt.state import codec
@@ -48,6 +49,7 @@ def describe_groups(live: LiveState) -> dict[str, Any]:
         "late": live.describe_late(),
         "modules": live.tree.describe(lambda what: live.not_carried.setdefault(what)),
         "groups": describe_settings(live),
+        "defaults": _changed_defaults(live),
         "trainable": {name: param.requires_grad for name, param in live.named_parameters()},
         "state_order": _state_order(live),
     }
@@ -69,6 +71,20 @@ def describe_settings(live: LiveState) -> list[list[dict[str, Any]]]:
             values["params"] = in_group
         described.append(settings)
     return described
+
+
+def _changed_defaults(live: LiveState) -> list[dict[str, Any]]:
+    """What was set in the optimizers' `defaults` since: groups that are added take from these what they lack."""
+    changed = []
+    for optimizer, born in zip(live.optimizers, live.born_defaults, strict=True):
+        now = getattr(optimizer, "defaults", {})
+        others = [key for key, one in now.items() if one is not born.get(key, live)]
+        new = {key: now[key] for key in others if not same(now[key], born.get(key, live))}
+        for key in [key for key, one in new.items() if codec.unencodable_paths(one)]:
+            live.not_carried.setdefault(f"{key!r} in {type(optimizer).__qualname__}.defaults cannot be carried")
+            del new[key]
+        changed.append(new)
+    return changed
 
 
 def _state_order(live: LiveState) -> list[list[str] | None]:
@@ -116,6 +132,9 @@ def restore_groups(live: LiveState, described: Mapping[str, Any]) -> None:
         if tensors[name].requires_grad != flag:
             tensors[name].requires_grad_(flag)
     restore_settings(live, described["groups"])
+    for optimizer, changed in zip(live.optimizers, described["defaults"], strict=True):
+        if changed:
+            optimizer.defaults.update(changed)
 
 
 def restore_settings(live: LiveState, described: Sequence[Sequence[Mapping[str, Any]]]) -> None:

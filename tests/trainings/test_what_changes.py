@@ -120,6 +120,14 @@ def new_head(process: Changing, step: int) -> None:
         process.optimizer.add_param_group({"params": [*process.model.last.parameters()], "lr": 0.02})
 
 
+def late_group(process: Changing, step: int) -> None:
+    """A group takes its rate from `defaults`, which were changed long before."""
+    if step == 2:
+        process.optimizer.defaults["lr"] = 0.5
+    if step == 7:
+        process.optimizer.add_param_group({"params": [process.model.frozen.weight]})
+
+
 def tied(process: Changing, step: int) -> None:
     if step == 4:
         process.model.frozen.weight = process.model.first.weight
@@ -162,7 +170,18 @@ def second_optimizer(process: Changing, step: int) -> None:
 @pytest.mark.parametrize("check", ["off", "replay"])
 @pytest.mark.parametrize(
     "change",
-    [late_buffer, growing_cache, resized_in_place, replaced, copied, new_head, tied, flags, second_optimizer],
+    [
+        late_buffer,
+        growing_cache,
+        resized_in_place,
+        replaced,
+        copied,
+        new_head,
+        late_group,
+        tied,
+        flags,
+        second_optimizer,
+    ],
     ids=lambda one: one.__name__,
 )
 def test_what_changes_while_training_runs(lab: Lab, change: Change, check: str) -> None:
