@@ -27,7 +27,7 @@ from lightning_memckpt.trainer_state import LoggingState
 from lightning_memckpt.user_state import UserState, attribute_roots, callbacks_by_key, modules_beside
 from memckpt import ComparedKind
 from memckpt.capture import data as dataloader
-from memckpt.capture.attributes import Attributes, FoundObjects
+from memckpt.capture.attributes import Attributes, FoundObjects, tensors_in
 from memckpt.errors import UnsupportedStateError
 from memckpt.user_messages import Messages
 
@@ -132,11 +132,12 @@ class FitState:
         self._objects.load_state_dict(state["objects"])
 
     def carried(self) -> list[object]:
-        """Objects whose state is carried here."""
+        """Objects whose state is carried here, and tensors that the user's hooks save."""
         schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
         modules = (self._pl_module, *self.beside.values())
-        return [*list_callbacks(self._trainer), *schedulers, scaler, *modules, *self._attributes.objects()]
+        saved = tensors_in(self._captured["user"]) if self._captured is not None else ()
+        return [*list_callbacks(self._trainer), *schedulers, scaler, *modules, *self._attributes.objects(), *saved]
 
     def look_again(self) -> None:
         """Log, as training starts, what was made too late, and loaders that cannot be continued exactly."""
@@ -177,11 +178,11 @@ class FitState:
     def commit(self, session: memckpt.Session) -> None:
         """Capture the state at the end of a training batch, and commit it with the session's own."""
         # The engine has seen every backward and every step, also those of hooks that step at times of their own.
-        self._captured = self._capture()
         try:
+            self._captured = self._capture()
             session.commit(step=self._trainer.global_step, gradients_pending=None)
         except UnsupportedStateError:
-            if not self._leave_out(self._captured):
+            if self._captured is None or not self._leave_out(self._captured):
                 raise
             session.commit(step=self._trainer.global_step, gradients_pending=None)
         finally:
@@ -208,12 +209,13 @@ class FitState:
             "logging": self._logging.capture(),
             "user": self._user.capture(loops),
             "attributes": self._attributes.capture(),
-            "objects": self._objects.state_dict(),
             "loaders": self._loaders.capture(epoch_over=epoch_over),
             "built_under": self._loaders.built_under,
             "tables": self.tables.capture(),
             "file": self._file_entries,
         }
+        self._captured = state
+        state["objects"] = self._objects.state_dict()
         if self._commits == 0:
             state["file"] = self._file_entries = trainer_state.file_entries(self._trainer, self._pl_module)
             self._find_unstorable(state)

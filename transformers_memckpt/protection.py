@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 
 import memckpt
 from memckpt.capture import data as dataloader
-from memckpt.capture.attributes import Attributes, FoundObjects
+from memckpt.capture.attributes import Attributes, FoundObjects, tensors_in
 from memckpt.config import ResumeChoice
 from memckpt.errors import ForeignStateError, UnsupportedError, UnsupportedStateError
 from memckpt.user_file import UserFile, connect
@@ -174,13 +174,14 @@ class Protection:
         self._file: tuple[str, int, int] | None = None
 
     def _carried(self) -> list[object]:
-        """Objects whose state is carried here."""
+        """Objects whose state is carried here, and tensors that callbacks save."""
         callbacks = self._trainer.callback_handler.callbacks
         scaler = getattr(self._trainer.accelerator, "scaler", None)
         scheduler = self._trainer.lr_scheduler
         schedulers = scheduler, getattr(scheduler, "scheduler", None)
         modules = (self._trainer.model, *self._beside.values())
-        return [*callbacks, *schedulers, scaler, *modules, *self._attributes.objects()]
+        saved = tensors_in(self._captured["states"]) if self._captured is not None else ()
+        return [*callbacks, *schedulers, scaler, *modules, *self._attributes.objects(), *saved]
 
     def _inexact(self, reason: str) -> None:
         assert self._session is not None, "begin() is called before anything is restored or captured"
@@ -390,9 +391,9 @@ class Protection:
             "loader": loader.position(batches),
             "states": self._states.capture(),
             "attributes": self._attributes.capture(),
-            "objects": self._objects.state_dict(),
             "file": self._for_file,
         }
+        self._captured["objects"] = self._objects.state_dict()
         for line in self._attributes.left_out:
             self._inexact(f"not carried over a restart: {line}")
         step = self._trainer.state.global_step

@@ -12,7 +12,7 @@ import functools
 import itertools
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from memckpt.capture.data.iteration import followed
+from memckpt.capture.modules import is_metric
 from memckpt.errors import ConfigurationError, ForeignStateError, UnsupportedStateError
 from memckpt.state import codec, rng
 from memckpt.state.tensors import local, version, why_not_held
@@ -214,6 +215,9 @@ class FoundObjects(Attributes):
         self._unchanged: list[tuple[weakref.ref[torch.Tensor], int]] = []
         #: Modules with tensors that nobody carries, and a trace of these; weak, as a script replaces copies of a model.
         self._modules: dict[str, tuple[weakref.ref[nn.Module], Any]] = {}
+        #: Plain tensors by name, as the last look has found them, and attributes of which all is known.
+        self._plain: dict[str, tuple[weakref.ref[torch.Tensor], Any]] = {}
+        self._known: set[str] = set()
 
     def state_dict(self) -> dict[str, Any]:
         """The states of all that have been found."""
@@ -270,6 +274,8 @@ class FoundObjects(Attributes):
         roots = self._roots()
         modules = [each for each in chain(roots.values(), elsewhere) if isinstance(each, nn.Module)]
         carried = {id(each) for each in chain(elsewhere, *(module.modules() for module in modules))}
+        metrics = {id(vars(one)) for module in modules for one in module.modules() if is_metric(one)}
+        plain: list[tuple[str, str, torch.Tensor]] = []
         found: dict[int, dict[str, Any]] = {}
         self._empty, self._sized, self._stateless, self._unchanged = [], [], [], []
         for own, attribute, name in _attributes_below(roots):
@@ -278,6 +284,8 @@ class FoundObjects(Attributes):
             for path, one in _members(name, own[attribute]):
                 if isinstance(one, _CONTAINERS):
                     self._sized.append((one, len(one), _count_kept(one), any(each is None for each in _few(one))))
+                elif isinstance(one, torch.Tensor) and id(own) not in metrics and name not in self._known:
+                    plain.append((name, path, one))
                 elif _is_kept(one) and id(one) not in carried:
                     found.setdefault(id(one), {}).setdefault(path, one)
         self._sized += [(own, len(own), _count_kept(own), False) for own, _ in _owners_below(roots)]
@@ -295,6 +303,31 @@ class FoundObjects(Attributes):
         # Others were made for the state.
         self._unchanged = [(held, written) for held, written in self._unchanged if held() is not None]
         self.names, self._first_names = tuple(names), first_names
+        self._watch_tensors(plain, [one for each in modules for one in _staged(each)], [*tensors_in(elsewhere)])
+
+    def _watch_tensors(
+        self, found: list[tuple[str, str, torch.Tensor]], staged: list[torch.Tensor], carried: list[torch.Tensor]
+    ) -> None:
+        """Say of which attribute tensors change that nobody carries: averages, say, which are no buffers.
+
+        Of what is new in each step, results are left alone: what is in no container, or has no parameter's shape.
+        """
+        known, self._plain = self._plain, {}
+        staged = [one for one in staged if not why_not_held(one)]
+        shapes = {one.shape for one in staged if one.numel() > 1}
+        for name, path, one in found:
+            if one.grad_fn is not None or name in self._known or why_not_held(one):
+                continue
+            self._plain[path] = weakref.ref(one), _tensor_trace(one)
+            held, trace = known.get(path, (None, None))
+            if held is None or (held() is one and self._plain[path][1] == trace):
+                continue
+            if held() is one or (path != name and one.shape in shapes):
+                self._known.add(name)
+                views = {*map(_storage, staged)}
+                if _storage(one) not in views and not any(each is one or same(each, one) for each in carried):
+                    what = f"{name}: its tensors change and are not carried"
+                    self._inexact(f"{what}; make them buffers of a module, or name it in `attributes`")
 
     def _watch_module(self, name: str, module: nn.Module, staged: set[int | None]) -> None:
         tensors = list(_staged(module))
@@ -311,9 +344,10 @@ class FoundObjects(Attributes):
             else:
                 self._stateless.append(value)  # as before it is fitted
             return False
-        if any(_address(tensor) in staged for tensor in tensors_in(state)):
-            return False  # it wraps the model, and would load it a second time
-        if codec.unencodable_paths(state):
+        wraps = any(_address(tensor) in staged for tensor in tensors_in(state))
+        if wraps:  # it would load the model a second time
+            reason = "its state has tensors of the model, too"
+        elif codec.unencodable_paths(state):
             reason = "its state cannot be stored"
         elif (nbytes := sum(tensor.nbytes for tensor in tensors_in(state))) > _LARGE:
             reason = f"each step would copy its {nbytes >> 10} KiB; {self._named.format(name)} to carry it"
@@ -321,10 +355,10 @@ class FoundObjects(Attributes):
             return True
         if name in self.names:
             self._inexact(f"{name}, a {type(value).__qualname__}, is not carried any more: {reason}")
-        trace = _trace(state)
+        trace = _trace(state, staged)
         if self._watched.setdefault(name, trace) != trace:
             self._inexact(f"{name}, a {type(value).__qualname__}, changes and is not carried: {reason}")
-        else:
+        elif not wraps:
             self._unchanged += [(weakref.ref(one), version(one)) for one in tensors_in(state)]
         return False
 
@@ -510,8 +544,13 @@ def _count_kept(container: Any) -> int:
 def _module_trace(module: nn.Module) -> list[Any]:
     """Something that differs if its tensors have changed; writes through ``.data`` are seen on the CPU only."""
     tensors = list(_all_tensors(module))
-    sampled = [one.detach() for one in tensors[:_FEW_SAMPLED] if one.device.type == "cpu" and not why_not_held(one)]
-    return [*map(_trace, tensors), *(local(one).flatten()[:_FEW_SAMPLED].tolist() for one in sampled)]
+    return [*map(_tensor_trace, tensors[:_FEW_SAMPLED]), *map(_trace, tensors[_FEW_SAMPLED:])]
+
+
+def _tensor_trace(tensor: torch.Tensor) -> Any:
+    if tensor.device.type != "cpu" or why_not_held(tensor):
+        return _trace(tensor)
+    return _trace(tensor), repr(local(tensor).flatten()[:_FEW_SAMPLED].tolist())  # a NaN equals no NaN
 
 
 def _staged(module: nn.Module) -> Iterator[torch.Tensor]:
@@ -521,7 +560,7 @@ def _staged(module: nn.Module) -> Iterator[torch.Tensor]:
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (dict, list, tuple)):
+    elif isinstance(value, _CONTAINERS):
         for one in value.values() if isinstance(value, dict) else value:
             yield from tensors_in(one)
 
@@ -531,14 +570,20 @@ def _address(tensor: torch.Tensor) -> int | None:
     return None if why_not_held(tensor) else local(tensor).data_ptr()
 
 
-def _trace(value: Any) -> Any:
-    """Something that differs if a state has changed, without reading its tensors."""
+def _storage(tensor: torch.Tensor) -> int:
+    """Address of the memory that views of a tensor share."""
+    return local(tensor).untyped_storage().data_ptr()
+
+
+def _trace(value: Any, known: Collection[int | None] = ()) -> Any:
+    """Something that differs if a state has changed, without reading its tensors; not those at a `known` address."""
     if isinstance(value, torch.Tensor):
-        return _address(value) or id(value), version(value)
+        address = _address(value)
+        return None if address in known else (address or id(value), version(value))
     if isinstance(value, dict):
-        return {key: _trace(one) for key, one in value.items()}
+        return {key: _trace(one, known) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_trace(one) for one in value]
+        return [_trace(one, known) for one in value]
     return value if type(value) in _PLAIN else id(value)
 
 

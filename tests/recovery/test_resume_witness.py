@@ -201,7 +201,7 @@ def lose_generators(control: Control) -> None:
     Training.inputs = inputs  # type: ignore[method-assign]
 
 
-@pytest.mark.promise("plain attributes that hooks change and no `state_dict()` contains")
+@pytest.mark.promise("other plain attributes (numbers, lists of them) that hooks change and no `state_dict()` contains")
 @pytest.mark.parametrize("case", [Case("attribute", Attribute), PLAIN], ids=["attribute", "generator"])
 def test_it_finds_what_is_used_in_forward_and_not_restored(lab: Lab, case: Case) -> None:
     prepare = lose_generators if case is PLAIN else None

@@ -307,7 +307,7 @@ def test_an_object_that_is_too_large_is_named_in_the_commit_behind_its_first_cha
 
 @pytest.mark.promise(
     "an average, a teacher or another module that came while training ran, in an attribute or container of the model, "
-    "a callback or the Trainer"
+    "a callback or the Trainer; averages that are plain tensors there"
 )
 def test_a_module_that_nobody_carries_is_named_once_it_changes() -> None:
     model = torch.nn.Module()
@@ -326,6 +326,78 @@ def test_a_module_that_nobody_carries_is_named_once_it_changes() -> None:
     replaced = weakref.ref(average.pop())
     objects.state_dict()
     assert replaced() is None, "a copy of a model that a script drops is not held"
+
+
+def _lerp(averages: Any) -> None:
+    for name in averages:
+        averages[name] = averages[name] * 0.9
+
+
+@pytest.mark.promise(
+    "an average, a teacher or another module that came while training ran, in an attribute or container of the model, "
+    "a callback or the Trainer; averages that are plain tensors there"
+)
+@pytest.mark.parametrize(
+    ("kept", "change"),
+    [
+        (lambda weight: [weight, weight * 2], lambda kept: kept[1].mul_(0.9)),
+        (lambda weight: {"average": weight}, _lerp),
+        (lambda weight: weight, lambda kept: kept.data.mul_(0.9)),
+    ],
+)
+def test_plain_tensors_that_nobody_carries_are_named_once_they_change(kept: Any, change: Any) -> None:
+    model = torch.nn.Linear(2, 2)
+    vars(model)["kept"] = kept(model.weight.detach().clone())
+    carried: list[Any] = []
+    said: list[str] = []
+    objects = FoundObjects(lambda: {"model": model}, lambda: carried, said.append, "name {!r}")
+    for _ in range(3):
+        objects.state_dict()
+    assert not said
+    change(model.kept)
+    carried.append(model.kept)  # as if it were named
+    for _ in range(64):
+        objects.state_dict()
+    assert not said
+    carried.clear()
+    objects = FoundObjects(lambda: {"model": model}, lambda: carried, said.append, "name {!r}")
+    objects.state_dict()
+    change(model.kept)
+    objects.state_dict()
+    (line,) = said
+    assert "model.kept: its tensors change and are not carried" in line
+
+
+def test_an_object_with_the_model_s_tensors_is_named_once_what_else_it_has_changes() -> None:
+    model = torch.nn.Linear(2, 2)
+    count = 0
+    model.wrap = wrap = Average(0)  # type: ignore[assignment]
+    wrap.state_dict = lambda: {"model": model.state_dict(), "count": count}  # type: ignore[method-assign]
+    said: list[str] = []
+    objects = FoundObjects(lambda: {"model": model}, lambda: (), said.append, "name {!r}")
+    for _ in range(5):
+        with torch.no_grad():
+            model.weight.mul_(0.9)
+        objects.state_dict()
+    assert not said
+    count = 1
+    for _ in range(4):
+        objects.state_dict()
+    assert "model.wrap, a Average, changes and is not carried: its state has tensors of the model, too" in said[0]
+
+
+def test_results_and_views_are_no_state() -> None:
+    model = torch.nn.Linear(2, 2)
+    said: list[str] = []
+    objects = FoundObjects(lambda: {"model": model}, lambda: (), said.append, "name {!r}")
+    model.view = model.weight.detach()[1:]  # type: ignore[assignment]
+    for _ in range(20):
+        output = model(torch.ones(2, 2))
+        model.result, model.results = output.detach(), [output, output.detach()[:1]]  # type: ignore[assignment]
+        with torch.no_grad():
+            model.weight.mul_(0.9)
+        objects.state_dict()
+    assert not said
 
 
 def test_modules_are_found_where_torch_does_not_look() -> None:
