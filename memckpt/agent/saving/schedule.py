@@ -99,6 +99,11 @@ class Pace:
         return (self._newest[1] - self._first[1]) / (self._newest[0] - self._first[0])
 
 
+def _spacing(skipped: int) -> int:
+    """The power of two above."""
+    return 1 << skipped.bit_length()
+
+
 class Schedule:
     """The schedule of a run's checkpoints. `announce` tells savers here, with True other nodes, which record is next.
 
@@ -131,6 +136,9 @@ class Schedule:
         self._tuned = Follower()
         #: End of the newest grace period (monotonic clock); whether the agent ends with it.
         self.preempted_until, self._ending = float("-inf"), False
+        #: By steps, of several nodes: which multiple of `every_steps` the newest order was for; what divides the next.
+        self._multiple: int | None = None
+        self._spacing: int | None = None
         #: Whether records are chosen by what the first rank's node announces.
         self._by_announcement = False
         self._announced: int | None = None
@@ -145,7 +153,7 @@ class Schedule:
         self.preempted_until, self._ending, self.at_once = float("-inf"), False, False
         self._not_before = float("-inf")
         self._backoff.reset()
-        self._announced = None
+        self._announced = self._multiple = self._spacing = None
         self._observed, self._tuned = None, Follower()
 
     def preempt(self, grace_seconds: float, ending: bool = False) -> None:
@@ -238,15 +246,28 @@ class Schedule:
             newest = generation.newest
             step = generation.ledger.steps.get(newest)
             offset = step - newest if step is not None else 0
-            record = ahead + (-(ahead + offset)) % config.every_steps
+            multiple = -(-(ahead + offset) // config.every_steps)
+            if not one:
+                multiple = self._next_common(multiple)
+            record = multiple * config.every_steps - offset
             # Not long before: memory for the copy is taken when it is ordered, and an export or peers may want one.
-            return record if record - ahead <= _ORDER_RECORDS + lead else None
+            if record - ahead > _ORDER_RECORDS + lead:
+                return None
+            self._multiple = None if one else multiple
+            return record
         if not one and 0 not in generation.spec.local_ranks:
             return self._announced_record(ahead, look=0 not in attempt.local_ranks)
         wait = self._cost_seconds / config.overhead if unbased else self.interval_seconds()
         if not self.at_once and not self._first and time.monotonic() - self._began < wait:
             return None
         return ahead if one else self._announce(ahead, elsewhere)
+
+    def _next_common(self, multiple: int) -> int:
+        """A multiple that nodes take, too, which skip others: where some were skipped, that of a power of two."""
+        if self._spacing is None:
+            skipped = 0 if self._multiple is None else max(0, multiple - self._multiple - 1)
+            self._spacing = _spacing(skipped)
+        return multiple + -multiple % self._spacing
 
     def _announce(self, ahead: int, elsewhere: bool) -> int | None:
         record = ahead + _TELL_RECORDS
@@ -278,6 +299,7 @@ class Schedule:
     def began(self) -> None:
         """Note the beginning of the checkpoint that was due."""
         self.at_once = self._first = False
+        self._spacing = None
         self._began = time.monotonic()
         self._backoff.started()
 
@@ -312,4 +334,5 @@ class Schedule:
         # Twice the last one's time: storage is not always as fast.
         delay = self._copy_seconds + 2 * last.seconds + (_ANNOUNCE_SECONDS if self._by_announcement else 0.0)
         writing = math.ceil(delay / max(seconds, 1e-6)) + lead
-        return math.ceil(steps) + writing
+        spacing = 1 if self._multiple is None else _spacing(int(writing // steps))
+        return math.ceil(steps) * spacing + writing
