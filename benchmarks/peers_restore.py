@@ -126,8 +126,7 @@ def from_storage(size: str, kills: int) -> list[Restart]:
     found = []
     with training(size, config) as begun:
         for _ in range(kills):
-            begun.nodes.take(_STEPS)
-            begun.nodes.wait_stored(begun.nodes.started[0].step + 1)
+            begun.nodes.take_until_stored(_STEPS)
             found.append(begun.restart("storage", range(NODES)))
     return found
 

@@ -78,21 +78,29 @@ class Nodes:
             time.sleep(_LOOK_AGAIN_SECONDS)  # an agent answers questions, and tells nobody by itself
         raise RuntimeError(f"expected record {record} to be acknowledged, found {found} on {self.task.node(rank)}")
 
-    def wait_stored(self, step: int) -> None:
-        """Wait until the run directory's storage has a checkpoint of all nodes of `step` or later.
+    def take_until_stored(self, steps: int) -> None:
+        """Take blocks of steps until storage has a checkpoint of all nodes that this attempt has written.
+
+        A node whose order came late takes part in a later checkpoint only, and steps lead to that.
 
         Raises:
             RuntimeError: there is none within minutes.
         """
-        store = LocalStore(self.task.directory / "storage")
+        store, resumed = LocalStore(self.task.directory / "storage"), self.started[0].step
         patience = time.monotonic() + PATIENCE.total_seconds()
         found: list[int] = []
         while time.monotonic() < patience:
+            self.take(steps)
+            while any(self._saves(rank) for rank in range(self.task.nodes)) and time.monotonic() < patience:
+                time.sleep(_LOOK_AGAIN_SECONDS)  # an agent answers questions, and tells nobody by itself
             found = [each.step for each in read_catalog(store).complete]
-            if any(each >= step for each in found):
+            if any(each > resumed for each in found):
                 return
-            time.sleep(_LOOK_AGAIN_SECONDS)  # nobody tells of a checkpoint that others' parts have made whole
-        raise RuntimeError(f"expected a checkpoint of step {step} or later, found those of {found}")
+        raise RuntimeError(f"expected a checkpoint of a step after {resumed}, found those of {found}")
+
+    def _saves(self, rank: int) -> bool:
+        status = ask_status(self.task.address(rank))
+        return status is not None and status.storage is not None and status.storage.saving
 
     def kill(self, nodes: Sequence[int]) -> None:
         """Kill all ranks, as a launcher does when a node is lost, and the agents of the given nodes."""
