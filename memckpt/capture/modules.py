@@ -200,6 +200,11 @@ class ModuleTree:
         changed = {
             name: dict(values) for name, values in self._numbers_now().items() if values != born.get(name, values)
         }
+        for name, values in changed.items():
+            for key in [key for key, value in values.items() if codec.unencodable_paths(value)]:
+                refused(
+                    f"{key!r} of the module {name!r} has become a {type(values.pop(key)).__qualname__}: not carried"
+                )
         return {
             "training": [usual, unusual],
             "numbers": changed,

@@ -386,6 +386,16 @@ def test_an_object_with_the_model_s_tensors_is_named_once_what_else_it_has_chang
     assert "model.wrap, a Average, changes and is not carried: its state has tensors of the model, too" in said[0]
 
 
+def test_a_number_of_a_module_that_becomes_an_object_is_named() -> None:
+    model = torch.nn.Sequential(torch.nn.Dropout(0.1))
+    vars(model[0])["schedule"] = None
+    tree = ModuleTree({"": model})
+    vars(model[0]).update(schedule=abs, p=0.2)
+    said: list[str] = []
+    assert tree.describe(said.append)["numbers"] == {"0": {"p": 0.2, "inplace": False}}
+    assert said == ["'schedule' of the module '0' is not carried: a builtin_function_or_method now"]
+
+
 def test_results_and_views_are_no_state() -> None:
     model = torch.nn.Linear(2, 2)
     said: list[str] = []
