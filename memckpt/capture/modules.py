@@ -202,9 +202,8 @@ class ModuleTree:
         }
         for name, values in changed.items():
             for key in [key for key, value in values.items() if codec.unencodable_paths(value)]:
-                refused(
-                    f"{key!r} of the module {name!r} has become a {type(values.pop(key)).__qualname__}: not carried"
-                )
+                what = type(values.pop(key)).__qualname__
+                refused(f"{key!r} of the module {name!r} is not carried: a {what} now")
         return {
             "training": [usual, unusual],
             "numbers": changed,
