@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -190,7 +191,11 @@ class Protection:
         self.link.abandon()
 
     def _stumble(self, record: int, error: Exception) -> None:
-        """Pause protection after an unexpected exception."""
+        """Pause protection after an unexpected exception; raise it again if it is none of ours."""
+        if _is_of_signal(error):
+            self._lose(record, f"{type(error).__name__}: {error}")
+            self.begin_next_unless_begun(record)
+            raise error
         reason = f"protecting a step failed ({type(error).__name__}: {error})"
         if reason not in self._told:
             self._told.add(reason)
@@ -215,6 +220,12 @@ class Protection:
             self.link.reconnection.note_failure(error)
         except Exception as error:
             self._stumble(point.record, error)
+
+
+def _is_of_signal(error: Exception) -> bool:
+    """Whether a signal's handler raised it: torch's when a loader's worker dies, or the user's for a time limit."""
+    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
+    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 class DriftReports:

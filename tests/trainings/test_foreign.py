@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from memckpt.capture.watch import ParameterWatch, StaticWatch
 from memckpt.session.staging import Staging
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Control, config, kill_self
-from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.engine_harness import Lab, collect
 from tests.support.trainings.engine_state import DOUBLE_COMPLEX, INFERENCE_TENSORS
 from tests.support.trainings.engine_training import Case
 
@@ -98,6 +99,31 @@ def test_a_failure_in_a_commit_is_a_gap_that_is_counted(lab: Lab, owner: type, n
     )
     assert "protected again from step 8 on; 1 step was not" in ended.log
     lab.check_same(PLAIN, ended)
+
+
+def test_what_a_signal_s_handler_raises_in_a_commit_is_the_user_s(lab: Lab) -> None:
+    """As torch's handler does, where a worker of a loader has died."""
+
+    def handler(number: int, frame: Any) -> None:
+        raise Mishap("of a worker")
+
+    def prepare(control: Control) -> None:
+        original = Staging.seal
+
+        def seal(*args: Any) -> Any:
+            if control.step == 7:
+                signal.signal(signal.SIGUSR1, handler)
+                signal.raise_signal(signal.SIGUSR1)
+            return original(*args)
+
+        Staging.seal = seal  # type: ignore[method-assign]  # in a child, until its end
+
+    died = collect(*lab.begin(PLAIN, config("lazy"), prepare=prepare))
+    assert died.log.rstrip().endswith("Mishap: of a worker")
+    assert "please report it" not in died.log
+    final = lab.train(PLAIN, config("lazy"), seed=2)
+    assert final.restored_step == 6
+    lab.check_same(PLAIN, died, final)
 
 
 def test_a_failure_in_every_step_ends_protection_for_a_while(lab: Lab) -> None:
