@@ -370,7 +370,7 @@ def test_a_script_of_its_own_resumes_through_the_real_start(lab: Lab) -> None:
     assert run("killed", 4).returncode == -signal.SIGKILL
     resumed = run("killed", -1)
     assert resumed.returncode == 0, resumed.stderr
-    assert resumed.stdout.split() == ["5", undisturbed.stdout.split()[1]]
+    assert resumed.stdout.split() == ["4", undisturbed.stdout.split()[1]], "the last step is taken once more"
 
 
 def test_the_case_by_hand_really_changes_something(lab: Lab) -> None:
