@@ -202,6 +202,7 @@ class Follower:
                 assert record is not None, "the loader is grafted"
                 record.depart(TAKEN_LATE)
             self._opened = self._training.ended
+        self._training.on_open()
         return self._iterate()
 
     def _leave_held(self, held: dict[str, Any]) -> None:
@@ -283,13 +284,14 @@ class Followers(FollowedLoaders[Follower]):
     """The followed loaders of one training, in the order of `prepare`.
 
     Args:
-        begin: called when an iteration begins, before anything else.
+        on_open: called by `iter()` of a loader.
+        begin: called when an iteration's first batch is asked for, before anything else.
         on_live: called when a resumed iteration is about to yield new batches; restores the global generators.
     """
 
-    def __init__(self, begin: Callable[[], None], on_live: Callable[[], None]) -> None:
+    def __init__(self, on_open: Callable[[], None], begin: Callable[[], None], on_live: Callable[[], None]) -> None:
         super().__init__(on_live)
-        self.begin = begin
+        self.on_open, self.begin = on_open, begin
 
     def follow(self, loaders: Sequence[Any]) -> None:
         """Follow these loaders until :meth:`release`. Raises as :class:`Follower`."""

@@ -37,6 +37,7 @@ from accelerate_plugin.prepared import (
     sort_prepared,
 )
 from memckpt.capture.attributes import same
+from memckpt.capture.data.places import DrawsAtOpen
 from memckpt.config import MemckptConfig, ResumeChoice
 from memckpt.config.arguments import with_environment
 from memckpt.errors import ConfigurationError, UsageError
@@ -80,7 +81,8 @@ class MemCheckpointPlugin:
         self._log_every = log_every
         self._objects = ObjectStates(accelerator)
         self._session: memckpt.Session | None = None
-        self._followers = Followers(self._begin_loop, self._restore_rng)
+        self._followers = Followers(self._note_open, self._begin_loop, self._restore_rng)
+        self._draws = DrawsAtOpen()
         self._at_begin: dict[str, Any] = {}
         self._watch = LoopWatch()
         self._messages = Messages(_log, accelerator.is_main_process)
@@ -312,8 +314,14 @@ class MemCheckpointPlugin:
         followed = {id(each) for each in self._objects.prepared.loaders}
         return [each.base_dataloader for each in self.accelerator._dataloaders if id(each) not in followed]
 
+    def _note_open(self) -> None:
+        resumes = self._session is not None and self._session.held is not None
+        if resumes and (self._rng_pending or not self._begun):
+            self._draws.note_open()
+
     def _begin_loop(self) -> None:
         """Restore at the first iteration of a prepared loader, unless the loop only looks at the data so far."""
+        self._warn_inexact(self._draws.find())
         if self._watch.place_is_known:
             self._restore_once()
 

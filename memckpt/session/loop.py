@@ -15,13 +15,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from memckpt.capture.data.follower import Followers, check_parts
-from memckpt.capture.data.places import PlaceWatch
+from memckpt.capture.data.places import DrawsAtOpen, PlaceWatch
 from memckpt.errors import ForeignStateError, UnsupportedError, UsageError
 from memckpt.recovery.comparison import ComparedKind
 from memckpt.session.rank_state import OWN, RankState
 from memckpt.session.ranks import Ranks
 from memckpt.session.resume.report import HeldState
-from memckpt.state import rng
 
 #: Name of its state in the rank state.
 STATE = f"{OWN}loop"
@@ -37,10 +36,6 @@ _MOVES = (
 _WRITTEN = (
     "training writes to the tensor {0}.{1} of a dataset, which starts over; if samples depend on it, "
     "register('data', dataset, attributes=['{1}'])"
-)
-_DRAWN = (
-    "the loop drew from the global generators after iter() of a loader and before its first batch, and a resume takes "
-    "these draws twice; draw behind the batch, or from a torch.Generator that is registered"
 )
 LoaderT = TypeVar("LoaderT")
 #: The place in a state that has none.
@@ -65,7 +60,7 @@ class Loop:
         self._ranks = ranks
         self._restore_rng = restore_rng
         self._followers = Followers(self._go_live, self._note_open, self._resume_again)
-        self._rng_at_open: rng.RngState | None = None
+        self._draws = DrawsAtOpen()
         self._watch = PlaceWatch()
         self._said: set[str] = set()
         self._begun = False
@@ -159,13 +154,12 @@ class Loop:
         if self._rng_pending:
             self._rng_pending = False
             self._rank_state.put_settings_back(known=self._in_epochs)
-            if self._rng_at_open is not None and rng.capture() != self._rng_at_open:
-                self._warn(_DRAWN)
+            self._warn(self._draws.find())
             self._restore_rng()
 
     def _note_open(self) -> None:
         if self._rng_pending:
-            self._rng_at_open = rng.capture()
+            self._draws.note_open()
 
     def _resume_again(self) -> None:
         self._rng_pending = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -278,6 +279,23 @@ def _left_behind_a_commit(ckpt: Any, one: Any, other: Any, train: Callable[[Any]
 )
 def test_a_loop_that_a_restart_cannot_repeat_is_said(lab: Lab, epoch: Any, line: str) -> None:
     assert re.search(f"will not be exact: {line}", _said(lab, epoch))
+
+
+def test_a_draw_between_iter_and_the_first_batch_is_said(lab: Lab) -> None:
+    def body(dies: Kill | None) -> None:
+        process = Process(Run(3, lab.directory, kill=dies), "off")
+        model, optimizer, batches = process.ckpt.prepare(*process.objects(), loader(12))
+        for _ in process.ckpt.epochs(1):
+            taken = iter(batches)
+            for _ in range(process.ckpt.batch, 2):
+                torch.rand(())
+                process.train("loss", model, optimizer, next(taken))
+                process.ckpt.commit()
+                process.at("committed")
+        process.ckpt.close()
+
+    in_child(lab, lambda: body(("committed", 1)), status=-signal.SIGKILL)
+    assert "drew from the global generators after iter()" in in_child(lab, lambda: body(None))
 
 
 def _left_as_said(ckpt: Any, one: Any, other: Any, train: Callable[[Any], None]) -> None:

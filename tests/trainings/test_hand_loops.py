@@ -11,6 +11,7 @@ import pickle
 import random
 import signal
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ClassVar
 
@@ -202,6 +203,37 @@ def test_batches_that_do_not_wait_are_not_taken_again(lab: Lab, accumulated: str
 def dies_and_goes_on(lab: Lab, body: Any, kill: tuple[str, int]) -> tuple[str, str]:
     """What a process says that dies, and the next one, which ends."""
     return in_child(lab, lambda: body(kill), status=-signal.SIGKILL), in_child(lab, lambda: body(None))
+
+
+def _taken_by_a_thread(batches: Iterator[Any]) -> Any:
+    with ThreadPoolExecutor(1) as taker:
+        return taker.submit(next, batches).result()
+
+
+def _draws_first(batches: Iterator[Any]) -> Any:
+    torch.rand(())
+    return next(batches)
+
+
+@pytest.mark.parametrize(
+    ("take", "line"),
+    [
+        (_taken_by_a_thread, "another thread than the one that trains takes the batches"),
+        (_draws_first, "drew from the global generators after iter()"),
+    ],
+)
+def test_a_loop_that_takes_its_batches_otherwise_is_told(lab: Lab, take: Any, line: str) -> None:
+    def body(dies: tuple[str, int] | None) -> None:
+        process = process_of(lab, dies, "off")
+        loader = process.session.loader(make("shuffle", NONE))
+        process.session.restore()
+        for _ in process.session.epochs(1):
+            batches = iter(loader)
+            for number in range(process.session.batch, 4):
+                process.take(f"batch {number}", take(batches))
+        process.session.close()
+
+    assert line in dies_and_goes_on(lab, body, ("committed", 2))[1]
 
 
 def test_a_loop_that_may_leave_batches_out_is_told(lab: Lab) -> None:

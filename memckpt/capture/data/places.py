@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from memckpt.state import rng
+
 _LEFT = (
     "the loop over batches was left after a commit although its loader has more batches, and a restart would "
     "continue in it: pass commit(epoch_over=True) there, or leave the loop before its next batch is trained"
@@ -13,6 +15,26 @@ _SECOND_LOOP = (
     "a second loop over batches in one epoch: a restart during the second loop runs the first one again; "
     "give each an epoch of its own"
 )
+_DRAWN = (
+    "the loop drew from the global generators after iter() of a loader and before its first batch, and a resume takes "
+    "these draws twice; draw behind the batch, or from a torch.Generator that is registered"
+)
+
+
+class DrawsAtOpen:
+    """Finds draws between `iter()` of a loader and its first batch: the generators of a resume are restored there."""
+
+    def __init__(self) -> None:
+        self._opened: rng.RngState | None = None
+
+    def note_open(self) -> None:
+        """Note what the global generators are as `iter()` is called."""
+        self._opened = rng.capture()
+
+    def find(self) -> str | None:
+        """What to say of draws since `iter()`, as the first batch is asked for; once."""
+        opened, self._opened = self._opened, None
+        return _DRAWN if opened is not None and opened != rng.capture() else None
 
 
 class Place(NamedTuple):

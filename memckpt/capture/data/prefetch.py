@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Mapping
@@ -21,6 +22,10 @@ _AMBIGUOUS = (
 _IRREGULAR = (
     "the loop fetches batches ahead of its steps, and not always as many, so a restart may lose or repeat some; commit "
     "before the next batch is fetched"
+)
+_APART = (
+    "another thread than the one that trains takes the batches, so a restart may lose those that waited between the "
+    "two; let the training thread take them"
 )
 
 
@@ -52,6 +57,7 @@ class Prefetch:
         self._each = 0
         self._first = self._taken = self._commits = 0
         self._begins = self._seen_alive = False
+        self._taker = threading.get_ident()
         self._unclear = ""
         #: Counts of gradients at the newest batch, the newest commit, and the end of an iteration.
         self._made: int | None = None
@@ -73,6 +79,7 @@ class Prefetch:
 
     def took(self, batch: Any) -> None:
         """Note a batch."""
+        self._taker = threading.get_ident()
         if self._made is None:
             self._used_earlier_batch = Gradients.made > self._made_at_commit
         self._compare_gradients()
@@ -121,6 +128,8 @@ class Prefetch:
             last: whether the iteration has no further batch.
         """
         self._compare_gradients()
+        if self._taker != threading.get_ident():
+            self.doubt = self.doubt or _APART
         self.at_end = ended and self.waits(since)
         begins, self._begins = self._begins, False
         trained, self._made_at_commit = Gradients.made > self._made_at_commit, Gradients.made
