@@ -12,6 +12,7 @@ import functools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 from typing import Any, Literal, TypeAlias
 
@@ -184,7 +185,7 @@ class Evidence:
         self._bind(tensors)
         self._sampler: _Sampler | None = None
         #: Identities of all values, and addresses and sizes of the tensors among them, when the sampler was made.
-        self._known: tuple[list[int], list[int], list[int]] = ([], [], [])
+        self._known: tuple[list[int], list[int]] = ([], [])
         #: Positions of the tensors among all values; None where they have to be looked for again each time.
         self._order: list[int] | None = None
 
@@ -243,18 +244,19 @@ class Evidence:
         tensors = [tensor for *_, tensor in found]
         plain = not numbers and all(id(tensor) in places for tensor in tensors)
         self._order = [places[id(tensor)] for tensor in tensors] if plain else None
-        self._known = identities, [], []
+        self._known = identities, []
         return tensors, numbers
 
     def _sample(self, tensors: Sequence[torch.Tensor]) -> _Sampler:
         """The sampler of these tensors, made anew only where one has moved."""
         # Only DTensors have parts elsewhere; looking at each tensor would take longer than the sample.
         plain = set(map(type, tensors)) <= _PLAIN
-        addresses = list(map(torch.Tensor.data_ptr, tensors)) if plain else Fixed(tensors).pointers()
-        sizes = list(map(_nbytes, tensors))
-        if self._sampler is None or (addresses, sizes) != self._known[1:]:
+        addresses = map(torch.Tensor.data_ptr, tensors) if plain else Fixed(tensors).pointers()
+        # By turns: many tensors have left the processor's cache by the end of a walk.
+        places = list(chain.from_iterable(zip(addresses, map(_nbytes, tensors), strict=True)))
+        if self._sampler is None or places != self._known[1]:
             self._sampler = _Sampler(tensors)
-            self._known = self._known[0], addresses, sizes
+            self._known = self._known[0], places
         return self._sampler
 
     def _walk(self) -> tuple[list[_Found], list[float]]:

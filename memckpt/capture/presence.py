@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from memckpt.capture.data.prefetch import Gradients
+from memckpt.capture.data.prefetch import gradients as _gradients
 from memckpt.capture.modules import fsdp1_wrappers
 from memckpt.state.optimizers import dtype_name, dtype_of
 from memckpt.state.tensors import give_gradient, is_dtensor, version
@@ -91,7 +91,7 @@ class PendingGradients:
 
     def seen(self, param: torch.Tensor | None) -> None:
         """Note a new gradient of a parameter; None for a flat parameter, whose shards the optimizers step."""
-        Gradients.made += 1
+        _gradients.made += 1
         family = () if param is None else self._families.get(id(param))
         if family is None:
             return  # no optimizer uses it

@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch._utils import _flatten_dense_tensors
 
 from memckpt.capture.gradient_staging import NotedOp, NotedSubStep
 from memckpt.capture.slot_writer import SlotWriter
@@ -191,11 +192,6 @@ class _Sample:
         self._of_large = torch.tensor([starts[index] for index in large], dtype=torch.int64)
         self._places = torch.tensor([specs[index].tensor.numel - WINDOW + 1 for index in large], dtype=torch.int64)
         self._within = torch.arange(WINDOW)
-        self._used = torch.empty(sum(numels) + len(large) * WINDOW, dtype=dtype_of(self._dtype))
-        rows = self._used.split_with_sizes(numels + [WINDOW] * len(large))
-        self._views = [
-            row.view(specs[index].tensor.shape) for index, row in zip(small, rows[: len(small)], strict=True)
-        ] + list(rows[len(small) :])
 
     def fits(self, ops: Sequence[NotedOp]) -> bool:
         """Whether all gradients have one dtype and every change applies to all of them."""
@@ -204,31 +200,29 @@ class _Sample:
     def is_equal(self, writer: SlotWriter, record: int, sub_step: int, ops: Sequence[NotedOp]) -> bool:
         """Whether the staged values, with the changes applied, equal what the optimizer used, bit for bit."""
         with torch.no_grad():
-            begin = (record * WINDOW) % self._places
-            used = self._gradients(self._small)
+            used, places = _gradients(self._small), self._of_small
             if self._large:
-                large = self._gradients(self._large)
+                begin = (record * WINDOW) % self._places
+                large = _gradients(self._large)
                 used += [_window(one, start, WINDOW) for one, start in zip(large, begin.tolist(), strict=True)]
-            if set(map(_dtype, used)) != {self._used.dtype}:
-                return False  # copies would round
-            torch._foreach_copy_(self._views, used)
-            windows = ((self._of_large + begin)[:, None] + self._within).view(-1)
+                places = torch.cat([places, ((self._of_large + begin)[:, None] + self._within).view(-1)])
+            if set(map(_dtype, used)) != {dtype_of(self._dtype)}:
+                return False  # joined they would be rounded
+            found = _flatten_dense_tensors(used)
             area = writer.gradient_places.area(record, self._optimizer, sub_step, self._dtype)
-            expected = area.take(torch.cat([self._of_small, windows]))
+            expected = area.take(places)
             for op in ops:
                 expected = change_values(op.kind, op.operand, expected)
-            return expected.dtype == self._used.dtype and torch.equal(bits_of(expected), bits_of(self._used))
-
-    def _gradients(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        found = []
-        for param in params:
-            gradient = param.grad
-            assert gradient is not None
-            found.append(gradient if type(gradient) is torch.Tensor else local(gradient))
-        return found
+            return expected.dtype == found.dtype and torch.equal(bits_of(expected), bits_of(found))
 
 
-_dtype = attrgetter("dtype")
+_dtype, _grad = attrgetter("dtype"), attrgetter("grad")
+
+
+def _gradients(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What this rank holds of their gradients."""
+    found = list(map(_grad, params))
+    return found if set(map(type, found)) <= {torch.Tensor} else list(map(local, found))
 
 
 def _window(tensor: torch.Tensor, start: int, size: int) -> torch.Tensor:

@@ -12,8 +12,8 @@ import torch
 
 from memckpt.state import codec
 
-#: A product that is 0 only where denormal numbers are flushed: torch does not tell.
-_DENORMAL = torch.tensor([1e-40], dtype=torch.float32)
+#: The product with 1 is 0 only where the thread flushes denormal numbers: torch does not tell.
+_DENORMAL = 5e-324
 #: Held while settings of the whole process are not the process's own.
 _lock = threading.RLock()
 
@@ -53,7 +53,7 @@ def ambient_of(device: str, usual_threads: int | None = None) -> Ambient:
     autocast = torch.is_autocast_enabled(device)
     return Ambient(
         str(torch.get_autocast_dtype(device)).removeprefix("torch.") if autocast else "",
-        not _DENORMAL.mul(1.0).item(),
+        not _DENORMAL * 1.0,
         _precision(),
         matmul.allow_fp16_reduced_precision_reduction,
         matmul.allow_bf16_reduced_precision_reduction,

@@ -29,10 +29,14 @@ _APART = (
 )
 
 
-class Gradients:
+class _Gradients:
     """Count of the gradients that backward has made in this process: it tells which batches were trained at once."""
 
     made = 0
+
+
+#: Not the class itself: with each write to a class Python forgets what it knows of its attributes.
+gradients = _Gradients()
 
 
 class Prefetch:
@@ -61,7 +65,7 @@ class Prefetch:
         self._unclear = ""
         #: Counts of gradients at the newest batch, the newest commit, and the end of an iteration.
         self._made: int | None = None
-        self._made_at_commit = Gradients.made
+        self._made_at_commit = gradients.made
         self._made_at_end: int | None = None
         #: Gradients behind each batch before the next one was taken; 0: not always as many, or none.
         self._gap: int | None = None
@@ -81,9 +85,9 @@ class Prefetch:
         """Note a batch."""
         self._taker = threading.get_ident()
         if self._made is None:
-            self._used_earlier_batch = Gradients.made > self._made_at_commit
+            self._used_earlier_batch = gradients.made > self._made_at_commit
         self._compare_gradients()
-        self._made, self._made_at_end = Gradients.made, None
+        self._made, self._made_at_end = gradients.made, None
         if self.depth is None:
             tensor = _tensor_in(batch)
             if tensor is not None:
@@ -91,7 +95,7 @@ class Prefetch:
 
     def ended(self) -> None:
         """Note that the iteration has no further batch, before it is known whether some of its batches wait."""
-        self._made_at_end = Gradients.made
+        self._made_at_end = gradients.made
 
     def prove(self) -> None:
         """Note that the repeated step of a resume was equal: its batch was the one that had waited."""
@@ -104,7 +108,7 @@ class Prefetch:
 
     def _compare_gradients(self) -> None:
         if self._made is not None:
-            gap = Gradients.made - self._made
+            gap = gradients.made - self._made
             self._gap = gap if self._gap in (None, gap) else 0
 
     @property
@@ -115,7 +119,7 @@ class Prefetch:
     def waits(self, since: int) -> bool:
         """Whether a batch of an iteration that has ended has yet to be trained, `since` having been taken since."""
         trains = self._first or self._each  # and is no loader for validation
-        behind_end = trains and self._made_at_end is not None and Gradients.made > self._made_at_end
+        behind_end = trains and self._made_at_end is not None and gradients.made > self._made_at_end
         return self.ahead > 0 or (since > 0 and bool(self.depth or behind_end))
 
     def committed(self, since: int, *, inside: bool, ended: bool, last: bool) -> None:
@@ -132,7 +136,7 @@ class Prefetch:
             self.doubt = self.doubt or _APART
         self.at_end = ended and self.waits(since)
         begins, self._begins = self._begins, False
-        trained, self._made_at_commit = Gradients.made > self._made_at_commit, Gradients.made
+        trained, self._made_at_commit = gradients.made > self._made_at_commit, gradients.made
         self._made = None
         if self.depth is None:
             self._learn(since, trained and inside, ended or last)

@@ -221,7 +221,7 @@ class FlatParameterTap(StepTap):
     def __init__(self, model: nn.Module, recorder: Recorder, before_reduction: Callable[[], None]) -> None:
         super().__init__(list(_flat_parameters(model)), recorder, before_reduction)
 
-    def _fired(self, param: torch.Tensor, gradient: torch.Tensor) -> None:
+    def _note(self, param: torch.Tensor, gradient: torch.Tensor) -> None:
         assert self._before_reduction is not None
         self._before_reduction()
         self._recorder.gradient_seen(None)

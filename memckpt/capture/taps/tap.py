@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
@@ -100,11 +99,17 @@ class ParameterHooks(Tap):
 
     With fully_shard it fires once the gradient is reduced and sharded, and not at all while reduction is off
     (``set_requires_gradient_sync(False)``).
+
+    Args:
+        fired: called with a parameter and its gradient.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], recorder: Recorder) -> None:
+    def __init__(
+        self, params: Sequence[nn.Parameter], recorder: Recorder, fired: Callable[[torch.Tensor, torch.Tensor], None]
+    ) -> None:
         self._params = params
         self._recorder = recorder
+        self._fired = fired
         self._handles: list[Any] = []
 
     def install(self) -> None:
@@ -130,9 +135,6 @@ class ParameterHooks(Tap):
             self._recorder.broke("handling a gradient", error)
         self._recorder.clock.hooks += time.perf_counter() - started
 
-    @abstractmethod
-    def _fired(self, param: torch.Tensor, gradient: torch.Tensor) -> None: ...
-
 
 class StepTap(ParameterHooks):
     """Stages nothing during backward; notes that it has run: a batch inside an accumulation is no restore point.
@@ -146,11 +148,11 @@ class StepTap(ParameterHooks):
     def __init__(
         self, params: Sequence[nn.Parameter], recorder: Recorder, before_reduction: Callable[[], None] | None = None
     ) -> None:
-        super().__init__(params, recorder)
+        super().__init__(params, recorder, self._note)
         self._before_reduction = before_reduction
         self.holds_reductions_back = before_reduction is not None
 
-    def _fired(self, param: torch.Tensor, gradient: torch.Tensor) -> None:
+    def _note(self, param: torch.Tensor, gradient: torch.Tensor) -> None:
         if self._before_reduction is not None:
             self._before_reduction()
         self._recorder.gradient_seen(param)
@@ -165,15 +167,14 @@ class StreamingTap(ParameterHooks):
     name = "streaming"
 
     def __init__(self, params: Sequence[nn.Parameter], recorder: Recorder, copier: Copier) -> None:
-        super().__init__(params, recorder)
+        # Gradients may be changed in place as soon as backward has ended: copies in flight are waited for there.
+        super().__init__(params, recorder, self._stage_in_flight if copier.asynchronous else recorder.stage)
         self._copier = copier
         self._at_end = OncePerBackward(self._backward_ended)
 
-    def _fired(self, param: torch.Tensor, gradient: torch.Tensor) -> None:
+    def _stage_in_flight(self, param: torch.Tensor, gradient: torch.Tensor) -> None:
         self._recorder.stage(param, gradient)
-        if self._copier.asynchronous:
-            # Gradients may be changed in place as soon as backward has ended.
-            self._at_end.ask()
+        self._at_end.ask()
 
     @survives("ending a backward")
     def _backward_ended(self) -> None:
