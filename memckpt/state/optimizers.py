@@ -344,9 +344,9 @@ def _dry_steps(
                 changed += traces.changed()
         except Exception as error:
             raise UnsupportedError(
-                f"{type(optimizer).__qualname__} failed in a trial step, which shows what it keeps: of a parameter of "
-                f"shape {list(stand_in.shape)} outside of the model ({type(error).__name__}: {error}); expected an "
-                "optimizer that steps from gradients alone"
+                f"expected an optimizer whose step() needs gradients alone, found {type(optimizer).__qualname__}: "
+                f"tried on a parameter of shape {list(stand_in.shape)} it raised {error!r}, so it needs a closure, or "
+                "a call before step()"
             ) from error
     return clone
 

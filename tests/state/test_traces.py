@@ -175,3 +175,19 @@ def test_what_is_made_once_is_no_trace() -> None:
     live = LiveState(model, [optimizer], {})
     assert (live.not_redoable, live.not_carried) == ({}, {})
     assert "constants" not in TABLE
+
+
+class Sharpness(torch.optim.SGD):
+    """Steps twice, as SAM does: first_step(), a second backward, step()."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data = self.state[param]["old"]
+
+
+def test_a_step_that_needs_a_call_before_it_is_explained() -> None:
+    model = nn.Linear(3, 2)
+    reason = LiveState(model, [Sharpness(model.parameters())], {}).not_redoable[0]
+    assert "needs gradients alone, found Sharpness: tried on a parameter" in reason
+    assert "it raised KeyError('old'), so it needs a closure, or a call before step()" in reason
