@@ -206,9 +206,26 @@ class LoaderRecord:
         if self.resuming is not None:
             return self._resumed_iterator(loader, base, self.resuming)
         self._look_at_samplers()
-        self.current = Pass(self.phase(), self._changed_choices(), lookahead=self.lookahead)
+        self.current = Pass(self.phase(), self._samples(), self._changed_choices(), lookahead=self.lookahead)
         self.begun = True
         return self._construct(loader, base, self.current)
+
+    def _samples(self) -> int | None:
+        dataset: Any = getattr(self._loader(), "dataset", None)
+        try:
+            return len(dataset)
+        except Exception:  # a stream, or one whose sampler asks for no length
+            return None
+
+    def remedy(self, record: dict[str, Any]) -> str:
+        """What to do where a sampler gives other indices than in the recorded pass."""
+        now = self._samples()
+        if record["samples"] in (None, now):
+            return "build the loader over the same data in both runs"
+        return (
+            f"the dataset has {now} samples, and had {record['samples']}. Make it as long before restore(), or carry "
+            "its length: register('data', DATASET, attributes=[NAME])"
+        )
 
     def _changed_choices(self) -> dict[str, int]:
         born = self._born_choices
@@ -326,7 +343,7 @@ class LoaderRecord:
         for worker_id in range(workers):
             sent[worker_id] += len(range(ended.dispatched)[worker_id::workers])
             sent[worker_id] -= len(range(ended.skipped)[worker_id::workers])
-        self.current = Pass(ended.construction, self._changed_choices(), lookahead=self.lookahead)
+        self.current = Pass(ended.construction, self._samples(), self._changed_choices(), lookahead=self.lookahead)
         iterator._memckpt_pass = self.current
         iterator._memckpt_over = False
         self._look_at_samplers()

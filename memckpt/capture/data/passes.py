@@ -31,6 +31,8 @@ class Pass:
 
     construction: Phase
     """Before the pass's iterator was made: decides the workers' base seed."""
+    samples: int | None = None
+    """Length of the dataset as the pass began; None where it has none."""
     choices: dict[str, int] = field(default_factory=dict)
     """Checksums, as the pass began, of what datasets choose samples by and training has changed; by path."""
     worker_start: WorkerStates = field(default_factory=dict)
@@ -133,6 +135,7 @@ class Pass:
         fetches = list(self._fetches)
         return {
             "construction": self.construction,
+            "samples": self.samples,
             "choices": self.choices,
             "worker_start": dict(self.worker_start),
             "worker_states": worker_states,
@@ -153,6 +156,7 @@ class Pass:
         start = record["sampler_start"]
         return cls(
             construction=record["construction"],
+            samples=record["samples"],
             choices=record["choices"],
             worker_start=dict(record["worker_start"]),
             worker_states=dict(record["worker_states"]),

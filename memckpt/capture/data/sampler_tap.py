@@ -33,6 +33,7 @@ class PassKeeper(Protocol):
     def preserved(self) -> AbstractContextManager[None]: ...
     def drawn(self, current: Pass) -> None: ...
     def differs(self, problem: str) -> None: ...
+    def remedy(self, record: dict[str, Any]) -> str: ...
 
 
 class SamplerTap:
@@ -142,7 +143,7 @@ class _TapIterator(Iterator[Any]):
             self._keeper.enter(at_first_draw)
             for drawn in range(dispatched):
                 if drawn == batches and not recorded["draws_lost"]:
-                    self._check(digest, recorded["digest"], batches)
+                    self._check(digest, recorded["digest"], batches, recorded)
                 if drawn in recorded["draws"]:
                     rng.restore({**rng.capture(), **recorded["draws"][drawn]})
                 try:
@@ -150,13 +151,13 @@ class _TapIterator(Iterator[Any]):
                 except StopIteration:
                     raise DataPositionError(
                         f"{self._describe()} ended after {drawn} batches, expected at least {dispatched} as in the "
-                        "run that is continued; build the loader over the same data in both runs"
+                        f"run that is continued; {self._keeper.remedy(recorded)}"
                     ) from None
                 digest = index_digest(index, digest)
                 if drawn >= batches:
                     self._ahead.append((index, self._indices_state()))
             if not recorded["draws_lost"]:
-                self._check(digest, recorded["dispatched_digest"], dispatched)
+                self._check(digest, recorded["dispatched_digest"], dispatched, recorded)
             if recorded["digest"] is None:  # a derived position: later ones build on these draws
                 self._pass.digest = self._pass.dispatched_digest = digest
             if recorded["sampler_ended"]:
@@ -168,19 +169,19 @@ class _TapIterator(Iterator[Any]):
                 else:
                     self._keeper.differs(
                         f"{self._describe()} goes on after {dispatched} batches, expected its end there as in the "
-                        "run that is continued; build the loader over the same data in both runs"
+                        f"run that is continued; {self._keeper.remedy(recorded)}"
                     )
 
     def _indices_state(self) -> Any:
         return None
 
-    def _check(self, found: int, expected: int | None, batches: int) -> None:
+    def _check(self, found: int, expected: int | None, batches: int, recorded: dict[str, Any]) -> None:
         if expected is not None and found != expected:
             self._keeper.differs(
                 f"{self._describe()} does not repeat the indices of its first {batches} batches: expected checksum "
-                f"{expected:#010x} as in the run that is continued, found {found:#010x}. Either the data or the "
-                "loader's arguments changed, or the sampler keeps state that is no random generator; let it draw from "
-                "a torch.Generator of its own, or shuffle by the number of the epoch"
+                f"{expected:#010x} as in the run that is continued, found {found:#010x}; "
+                f"{self._keeper.remedy(recorded)}. A sampler with state of its own may draw from a torch.Generator "
+                "that it has, or shuffle by the number of the epoch"
             )
 
     def _describe(self) -> str:
