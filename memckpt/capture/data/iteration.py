@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,6 +44,8 @@ _KEPT = (
     "loader.{} changes, and is not carried: it is no list, dict, deque or array, or has over 4096 elements; derive the "
     "order from a torch.Generator, or from the number of the epoch"
 )
+#: A look at what samplers keep that takes no longer is taken at each commit.
+_QUICK_SECONDS = 2e-4
 
 #: Called with the reason when a resumed iteration goes on with other data: the reports of this process's sessions.
 departures: list[Callable[[str], None]] = []
@@ -80,6 +83,7 @@ class LoaderRecord:
         self.watch_sampler = False
         self._kept_by_samplers: dict[str, int] = {}
         self._positions = 0
+        self._looks_quickly = False
         self._after_fetch: RngState | None = None
         self.inexact: dict[str, None] = {}
         """Why resumes of this loader are not exact, as far as that has shown; one reason each."""
@@ -125,8 +129,10 @@ class LoaderRecord:
             self.inexact[_DRAWS_LOST.format(", ".join(self.own.unknown_samplers()))] = None
         current.exhausted = current.exhausted or exhausted
         self._positions += 1
-        if not self._positions & (self._positions - 1):  # the 1st, 2nd, 4th, 8th ...: a look at it may take a while
+        if self._looks_quickly or not self._positions & (self._positions - 1):  # else the 1st, 2nd, 4th, 8th ...
+            began = time.thread_time()
             self._look_at_kept()
+            self._looks_quickly = time.thread_time() - began < _QUICK_SECONDS
         own = self.own.capture()
         self.inexact.update(dict.fromkeys(map(_KEPT.format, self.own.outgrown)))
         for path, names in own_state.changed(self._baseline, own).items():

@@ -7,6 +7,7 @@ each step, must be what one uninterrupted run saw whose loader was never grafted
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
 from memckpt.capture import data
+from memckpt.capture.data import iteration
 from memckpt.state import codec, rng
 from tests.support.cluster.processes import be_subreaper
 from tests.support.trainings.data_jobs import (
@@ -481,13 +483,17 @@ def test_what_a_sampler_makes_in_its_first_pass_comes_back_as_it_was_or_is_said(
 
 
 @pytest.mark.parametrize("change", [lambda one: one.scores.of.update({3: 0.5}), lambda one: one.seen.add(3)])
-def test_another_object_that_a_sampler_keeps_is_said_once_it_changes(change: Callable[[Any], None]) -> None:
+def test_another_object_that_a_sampler_keeps_is_said_once_it_changes(
+    change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And a set: in what order it is iterated depends on its history."""
+    monkeypatch.setattr(iteration, "_QUICK_SECONDS", math.inf)
     sampler = SequentialSampler(range(8))
     sampler.scores, sampler.fixed, sampler.seen = Scores(), Scores(), {1, 2}  # type: ignore[attr-defined]
     loader = DataLoader(Augmented(), BATCH, sampler=sampler)
     data.graft(loader)
     next(iter(loader))
+    data.position(loader)
     data.position(loader)
     assert not data.unreplayable(loader)
     change(sampler)
