@@ -129,10 +129,6 @@ class Sender:
         self._start = record
 
     @property
-    def holders(self) -> tuple[str, ...]:
-        return tuple(stream.holder for stream in self._streams)
-
-    @property
     def problems(self) -> dict[str, str]:
         """Why holders refuse records, in words, by their names."""
         return {stream.holder: stream.problem for stream in self._streams if stream.problem}

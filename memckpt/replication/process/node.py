@@ -313,25 +313,23 @@ class ReplicationNode:
 
     def _how_far(self) -> wire.Acknowledged:
         """The acknowledgement of this node, for the leader."""
+        mark = self.watermark
         record = min((sender.acknowledged for sender in self._senders.values()), default=self._told.record)
-        late = [ranks for ranks in self._senders if self.is_late(ranks)]
-        self._run_ahead.beyond &= self.watermark.waits_suspended or self.watermark.every > 1 or bool(late)
+        late = any(self.is_late(ranks) for ranks in self._senders)
+        self._run_ahead.beyond &= mark.waits_suspended or mark.every > 1 or late
+        heard = self.unheard.isdisjoint(self.plan.holders)
         # While training here does not wait it may get too far ahead of others at any time.
-        whole = not self.watermark.waits_suspended and all(
-            sender.whole and self.unheard.isdisjoint(sender.holders) and ranks not in late
-            for ranks, sender in self._senders.items()
-        )
+        lasts = heard and not late and not mark.waits_suspended
+        whole = lasts and all(sender.whole for sender in self._senders.values())
         since = max((sender.since for sender in self._senders.values()), default=record)
         anew = self._rejoined and any(sender.newest is None for sender in self._senders.values())
-        away = any(not self.laggards.away.nodes.isdisjoint(sender.holders) for sender in self._senders.values())
+        away = not self.laggards.away.nodes.isdisjoint(self.plan.holders)
         lost = anew or self._leaving or (self.job.wait and bool(self.deserted or self.laggards.overdue.nodes or away))
         if (states := self.states) is None:
             return wire.Acknowledged(self._node, record, since, whole, lost)
-        mark = self.watermark
         held = states.hold_state(mark.record)
         if (mark.every > 1 or held) and not (whole and record > mark.record):
             # Until all records are there that a later state takes, it is the one sent by value that counts.
-            heard = all(self.unheard.isdisjoint(sender.holders) for sender in self._senders.values())
             record = since = mark.record
             whole = held and heard and not mark.waits_suspended
         elif mark.every > 1 or held:
