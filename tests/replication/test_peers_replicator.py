@@ -219,12 +219,15 @@ def test_a_recovery_that_is_cut_off_leaves_no_memory_behind(node: Node) -> None:
 
 
 def test_what_the_agent_holds_counts_where_memory_for_others_is_reserved(node: Node) -> None:
-    node.replicator._memory.budget = 1 << 20
-    node.replicator._handle(replication.Holds((1 << 20) - 4096), [])
-    with pytest.raises(MemoryBudgetError):
-        node.replicator._memory._reserve(8192)
-    node.replicator._handle(replication.Holds(0), [])
-    node.replicator._memory._reserve(8192).close()
+    memory = node.replicator._memory
+    memory.budget = 1 << 20
+    with closing(memory._reserve(1 << 19)) as kept:
+        memory._rooms.append(kept)
+        node.replicator._handle(replication.Holds((1 << 19) - 4096), [])
+        with pytest.raises(MemoryBudgetError):
+            memory._reserve(8192)
+        node.replicator._handle(replication.Holds(0), [])
+        memory._reserve(8192).close()
 
 
 # Whatever is said
@@ -251,6 +254,7 @@ MESSAGES: st.SearchStrategy[Any] = st.one_of(
     st.builds(AskWindow, NUMBERS, OWNERS, GENERATIONS),
     st.builds(WindowIs, NUMBERS, OWNERS, DIGESTS),
     st.builds(GotNone, NUMBERS, st.just("because")),
+    st.builds(Whereabouts, PEERS, st.just("tcp://elsewhere:1")),
 )
 CHANGES = st.dictionaries(
     st.sampled_from(["owner", "node", "index", "data", "tolerate", "base"]), NUMBERS, min_size=1, max_size=2
@@ -285,6 +289,7 @@ def test_whatever_a_broken_peer_says_the_others_do_not_notice(messages: list[Any
         assert window.records() == [3]
         assert node.member.watermark == Watermark(0, False)
         assert node.member.senders[0].acknowledged == 0
+        assert node.line.hinted <= {"a", "c"}
         assert len(node.replicator._fetching._readers) == len(node.replicator._fetching._asking) == 1
         node.all_store(1, 2, 3, 4, 5)
         assert node.keep("a", 4) == [Stored((0,), "ga", 4)]

@@ -364,7 +364,7 @@ def test_a_record_that_training_has_gone_past_meanwhile_is_a_failure_and_no_end_
 
 @pytest.mark.parametrize("failed", [True, False])
 def test_what_an_attempt_has_left_and_could_not_be_written_is_soon_written_by_the_next_one(
-    make: Any, failed: bool
+    make: Any, clock: Clock, failed: bool
 ) -> None:
     """The process that writes cannot import an optimizer of the script; trainers copy their state themselves."""
     node = make(mode="replica", min_seconds=3600)
@@ -375,7 +375,9 @@ def test_what_an_attempt_has_left_and_could_not_be_written_is_soon_written_by_th
         node.refused("optimizer class __main__.Lion cannot be imported")
     else:
         node.saved()
+    node.saver.retry_later()
     node.begin_attempt(T2)
+    assert node.saver.save_at(clock.now) == clock.now + saver_module._RETURN_SECONDS
     orders = len(node.orders)
     node.train(5)
     assert len(node.orders) == orders + failed

@@ -29,6 +29,7 @@ class Line:
         self.come: deque[Delivery | Met] = deque()
         self.sent: dict[str, list[wire.WireMessage]] = defaultdict(list)
         self.forgotten: list[str] = []
+        self.hinted: set[str] = set()
         self.refused: Counter[str] = Counter()
         self.bytes_sent = 0
         self.rooms: dict[str, int] = {}
@@ -56,6 +57,9 @@ class Line:
 
     def connect(self, peer: str, address: str) -> None:
         pass
+
+    def hint(self, peer: str, address: str) -> None:
+        self.hinted.add(peer)
 
     def address_of(self, peer: str) -> None:
         """Its names are its addresses."""
