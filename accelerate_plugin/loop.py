@@ -77,7 +77,8 @@ class LoopWatch:
         if has_loaders and place is None:
             raise UsageError(
                 "commit(): expected it inside the loop over a prepared loader, found it outside; call it as the last "
-                "statement of that loop"
+                "statement of that loop. What accelerator.skip_first_batches() returns is another loader; iterate the "
+                "prepared one, which skips by itself behind a resume"
             )
         if place is not None and place == self._last_place and not self.stepped:
             raise UsageError(

@@ -86,7 +86,8 @@ def no_agent(address: AgentAddress) -> str:
     others = [name for name in others if name != address.node]
     if others:
         return f"{said}; this run had agents on {', '.join(others)}: ask there, or name one with --node"
-    return said
+    later = sorted(address.run_dir.glob("training-*"))
+    return f"{said}; a later training of its script is in {later[-1]}" if later else said
 
 
 def time_text(created: float) -> str:

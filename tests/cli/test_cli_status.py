@@ -250,6 +250,9 @@ def test_a_probe_asks_the_agent_alone(run: Path, lab: Lab) -> None:
     with pytest.raises(AgentNotFoundError, match="no agent answers") as none:
         invoke("status", run, "--memory")
     assert "checkpoints" not in str(none.value)
+    (run / "training-2").mkdir()
+    with pytest.raises(AgentNotFoundError, match=f"a later training of its script is in {run / 'training-2'}"):
+        invoke("status", run, "--memory")
     with pytest.raises(ConfigurationError, match="expected no --url with --memory"):
         invoke("status", run, "--memory", "--url", run / "storage")
     lab.start_agent(run)
