@@ -71,6 +71,8 @@ class Protection:
         self.storing_failed = False
         #: Whether the agent has said that it does not hold what comes, until the state is written anew.
         self._gap = False
+        #: Whether a generation of this attempt has been complete.
+        self._has_held = False
         self.drift = DriftReports(exact=training.device.type == "cpu")
 
     @property
@@ -167,6 +169,9 @@ class Protection:
                     _log.warning("memckpt: step %d did not get to storage: %s", notice.step, notice.reason)
                 case Protected():
                     self._gap = False
+                    if not self._has_held and self._training.ranks.leads:
+                        _log.info("memckpt: protected from step %d on", notice.record + self._steps_ahead)
+                    self._has_held = True
                     _log.debug("memckpt: generation %d is complete", notice.generation)
 
     def _stored(self, notice: Saved | Logged) -> None:
