@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -42,10 +43,17 @@ Best of several repetitions of each piece in a loop of its own, with a session a
 Rates count the bytes given as size: what is copied, redone, encoded, written or sent. Beside a copy into a slot stand
 one between private tensors and one into shared memory; beside redo the optimizer's own `step()` on the same tensors;
 beside coding a checksum of the same stripes and their copy. The rank state is what every commit carries beside tensors:
-random generators, hyperparameters and flags. What protection adds to a step of many small tensors is the difference of
-medians of CPU time of the training thread, of two models that take turns, one of them protected. A write has checksums
-and is synced. What goes over the wire is encrypted; sender and receiver are two transports in one thread, over
-loopback."""
+random generators, hyperparameters and flags. A write has checksums and is synced. What goes over the wire is encrypted;
+sender and receiver are two transports in one thread, over loopback."""
+TENSORS_TITLE = "What protection adds to a step of many small tensors"
+TENSORS_METHOD = """\
+Models of layers of 16 x 16 (weight and bias) and fused AdamW: tensors so small that each costs more than its bytes do.
+Four of them take turns in one process, a step each, in an order that is drawn: one with an empty hook in Python on each
+parameter, one with a hook that copies each gradient into shared memory, one with a session, lazy at T = 8, without
+audit, and one as it is. Given is CPU time of the training thread in microseconds: medians of the parts of a step, less
+those of the last one. Two tensors show what a step costs however small it is. A busy machine makes CPU time longer,
+too, as caches and the halves of a core are shared: compare figures of one run only."""
+_OURS = "memckpt"
 #: Of coded stripes: k and m, and bytes.
 _CODE = (4, 2)
 _STRIPES = 256
@@ -146,33 +154,49 @@ class Layers(nn.Module):
         return torch.stack([layer(x) for layer in self.layers]).square().mean()
 
 
+def _copy_to(view: Tensor) -> Callable[[Tensor], None]:
+    """A hook that copies a gradient."""
+
+    def copy(param: Tensor) -> None:
+        assert param.grad is not None
+        view.copy_(param.grad)
+
+    return copy
+
+
 def add_small_tensors(report: Report, tensors: int, rounds: int) -> None:
-    """CPU time of the training thread that protection adds to a step of many small tensors, by part of the step."""
-    plain, ours = (Training(Layers(tensors), (torch.randn(4, 16),)) for _ in range(2))
+    """CPU time of the training thread that protection, and bare hooks, add to each part of a step of small tensors."""
+    batch, nothing = (torch.randn(4, 16),), "nothing"
+    arms = {name: Training(Layers(tensors), batch) for name in ("an empty hook", "a hook that copies", _OURS, nothing)}
+    for param in arms["an empty hook"].model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: None)
+    copied = list(arms["a hook that copies"].model.parameters())
+    for param, view in zip(copied, SharedCopy(copied).views, strict=True):
+        param.register_post_accumulate_grad_hook(_copy_to(view))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    parts = ("backward", "optimizer", "commit")
-    taken: dict[bool, list[list[float]]] = {True: [], False: []}
-    with protected(ours, f"lazy T=8{NO_AUDIT}") as session:
+    taken: dict[str, list[list[float]]] = {name: [] for name in arms}
+    with protected(arms[_OURS], f"lazy T=8{NO_AUDIT}") as session:
         for number in range(24 + rounds):  # past all slots, and past the records that are compared in full
-            for protects in ((True, False), (False, True))[number % 2]:
-                trainee, marks = ours if protects else plain, [time.thread_time()]
+            for name in random.Random(number).sample(list(arms), len(arms)):  # each one's caches were the others'
+                trainee, marks = arms[name], [time.thread_time()]
                 trainee.loss().backward()
                 marks.append(time.thread_time())
                 trainee.optimizer.step()
                 trainee.optimizer.zero_grad()
                 marks.append(time.thread_time())
-                if protects:
+                if name == _OURS:
                     session.commit()
                 marks.append(time.thread_time())
-                taken[protects].append([after - before for before, after in pairwise(marks)])
+                taken[name].append([after - before for before, after in pairwise(marks)])
     torch.set_num_threads(threads)
-    medians = {side: [statistics.median(part) for part in zip(*of[24:], strict=True)] for side, of in taken.items()}
-    for part, with_us, without in zip(parts, medians[True], medians[False], strict=True):
-        name, seconds = f"a step's {part}, added by protection, CPU", with_us - without
+    medians = {name: [statistics.median(part) for part in zip(*of[24:], strict=True)] for name, of in taken.items()}
+    for name in list(arms)[:-1]:
+        added = [(with_us - without) * 1e6 for with_us, without in zip(medians[name], medians[nothing], strict=True)]
         report.add(
-            name, f"{tensors:,} tensors", f"{seconds * 1e6:.0f}", "", what=name, seconds=seconds, tensors=tensors
-        )
+            f"{tensors:,}", name, *(f"{part:,.0f}" for part in (*added, sum(added))), f"{sum(added) / tensors:.1f}",
+            what=name, tensors=tensors, backward=added[0], optimizer=added[1], commit=added[2],
+        )  # fmt: skip
 
 
 def add_redo(report: Report, size: str, optimizer: str, repetitions: int) -> None:
@@ -264,6 +288,11 @@ def add_wire(report: Report, repetitions: int) -> None:
 
 
 def main(options: Options) -> None:
+    columns = ("tensors", "added by", "backward", "optimizer", "commit", "a step", "a step's, by tensor")
+    small = options.report(TENSORS_TITLE, TENSORS_METHOD, *columns, part="tensors")
+    for tensors in (50,) if options.quick else (2, 50, 1_000):
+        add_small_tensors(small, tensors, rounds=5 if options.quick else min(400, 100_000 // tensors))
+    small.write()
     report = options.report(TITLE, METHOD, "what", "size", "microseconds", "GB/s")
     bandwidth = copy_bandwidth()
     report.notes.append(f"One thread copies {bandwidth / 1e9:.2f} GB/s from private into shared memory.")
@@ -274,8 +303,6 @@ def main(options: Options) -> None:
         add_copies(report, trainee, session, repetitions=5 if options.quick else 20)
         add_calls(report, trainee, session, repetitions=50 if options.quick else 300)
         add_commits(report, trainee, session, steps=5 if options.quick else 20)
-    for tensors in (50,) if options.quick else (50, 1_000):
-        add_small_tensors(report, tensors, rounds=5 if options.quick else 20_000 // tensors)
     for optimizer in OPTIMIZERS:
         add_redo(report, size, optimizer, repetitions)
     add_coding(report, repetitions)
