@@ -46,10 +46,14 @@ Verdict = Union[Restart, NoRestart]  # noqa: UP007
 
 @dataclass(frozen=True)
 class End:
-    """How an attempt has ended: exit status or negative signal; `step`: the newest that is held, if known."""
+    """How an attempt has ended: exit status or negative signal; `step`: the newest that is held; None: none is.
+
+    `known`: whether the agent has said so in time; else this end counts as like no other.
+    """
 
     code: int
     step: int | None
+    known: bool = True
 
     @property
     def by_itself(self) -> bool:
@@ -91,10 +95,11 @@ class Policy:
     def ended(self, end: End, stopped: bool) -> Verdict:
         """What follows this end; `stopped`: a signal has asked for it."""
         last, self._last = self._last, end
-        self._alike = self._alike + 1 if end == last and not self._backoff.steady else 1
+        alike = end == last and end.known
+        self._alike = self._alike + 1 if alike and not self._backoff.steady else 1
         if end.code == 0 or stopped:
             return NoRestart()
-        if last == end and end.by_itself:
+        if alike and end.by_itself:
             return NoRestart(
                 f"it has ended with {_how(end)} {_where(end)} twice in a row, so another restart would end there, too"
             )
@@ -148,7 +153,7 @@ class Supervisor:
                 return code
             self._policy.started()
             code = self._wait(attempt)
-            end = End(code, self._newest_step() if code and not self._stopped else None)
+            end = self._end_of(code) if code and not self._stopped else End(code, None)
             verdict = self._policy.ended(end, self._stopped)
             if isinstance(verdict, NoRestart):
                 if verdict.reason is not None:
@@ -196,17 +201,17 @@ class Supervisor:
                 _log.warning("%s; no restart", signal.Signals(received.si_signo).name)
                 return False
 
-    def _newest_step(self) -> int | None:
-        """The newest step that this node's agent holds; None where it does not say."""
+    def _end_of(self, code: int) -> End:
+        """How an attempt has failed, with the newest step that this node's agent holds."""
         address = self._notes.run()
         if address is None:
-            return None
+            return End(code, None)
         try:
             status = ask_status(address, _STATUS_SECONDS)
         except AgentError as error:
             _log.debug("no word from the agent: %s", error)
-            return None
-        return None if status is None else status.step
+            return End(code, None, known=False)
+        return End(code, None if status is None else status.step)
 
     def close(self) -> None:
         self._starter.close()

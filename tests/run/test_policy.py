@@ -62,6 +62,8 @@ def test_an_error_that_repeats_at_the_same_step_is_not_tried_again(code: int) ->
         [End(1, 41), End(-signal.SIGKILL, 41), End(1, 41)],
         [End(-signal.SIGKILL, 41), End(-signal.SIGKILL, 41)],
         [End(-signal.SIGTERM, 41), End(-signal.SIGTERM, 41)],
+        [End(1, None, known=False)] * 2,
+        [End(-signal.SIGKILL, None, known=False)] * 40,
     ],
 )
 def test_other_ends_are_followed_by_a_restart(ends: list[End]) -> None:

@@ -22,6 +22,7 @@ from memckpt.config.observers import OBSERVERS, Committed, Watched, observers_fr
 from memckpt.errors import ConfigurationError
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.handles import children_of
+from memckpt_run import supervisor
 from memckpt_run.attempts import Attempt, ColdStarter, Given
 from memckpt_run.notes import Notes, Recorder
 from memckpt_run.supervisor import Supervisor
@@ -196,7 +197,9 @@ def cold_job(lab: Lab, run_dir: str, *arguments: str) -> Child:
 
 
 @pytest.fixture(params=["forked", pytest.param("cold", marks=pytest.mark.slow)])
-def job(request: pytest.FixtureRequest) -> Callable[..., Child]:
+def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Child]:
+    # What is tested is what follows the agent's word; a busy machine's agent takes longer for it than a run waits.
+    monkeypatch.setattr(supervisor, "_STATUS_SECONDS", LIMIT_SECONDS)
     return {"forked": forked_job, "cold": cold_job}[request.param]
 
 
