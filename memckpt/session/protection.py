@@ -24,6 +24,8 @@ from memckpt.session.ranks import LocalTraining
 from memckpt.session.staging import Changes, RestorePoint, Staging
 
 _log = logging.getLogger("memckpt")
+#: Lines about the start, which are shown where the application configures no logging.
+_start_log = logging.getLogger("memckpt.start")
 #: Number of consecutive records with an exception in our hooks after which protection pauses.
 _MOST_BROKEN = 3
 #: Records of a generation after which all ranks have got past its begin.
@@ -170,7 +172,7 @@ class Protection:
                 case Protected():
                     self._gap = False
                     if not self._has_held and self._training.ranks.leads:
-                        _log.info("memckpt: protected from step %d on", notice.record + self._steps_ahead)
+                        _start_log.info("memckpt: protected from step %d on", notice.record + self._steps_ahead)
                     self._has_held = True
                     _log.debug("memckpt: generation %d is complete", notice.generation)
 
