@@ -15,10 +15,12 @@ from memckpt.errors import MemoryBudgetError
 from memckpt.protocol import replication
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import STRIPE_BYTES, Fragment
+from memckpt.replication.keeping.sender import Sender
 from memckpt.replication.pacing.pace import Pacer
 from memckpt.replication.process import questions
 from memckpt.replication.process.reader import LIVE_ALL, LIVE_SHARED
 from memckpt.replication.process.send import PUMP_BYTES, Mail, Pump
+from memckpt.replication.process.states_by_value import StatesByValue
 from memckpt.replication.transport.transport import Delivery, Met
 from memckpt.replication.transport.wire import (
     Abandon,
@@ -318,6 +320,21 @@ def test_owners_send_in_turns() -> None:
     pump = Pump([Sender("first"), Sender("second")], Pacer())  # type: ignore[list-item]
     assert [pump.send(PUMP_BYTES) for _ in range(3)] == [PUMP_BYTES] * 3
     assert turns == ["first", "second", "first"]
+
+
+@pytest.mark.parametrize(("every", "held", "since"), [(1, False, 5), (1, True, 7), (3, False, 7), (3, True, 7)])
+def test_beside_states_records_count_from_the_first_whose_state_can_be_made(
+    node: Node, every: int, held: bool, since: int
+) -> None:
+    """A gap before them has no window; without a state by value, what was there before the gap has one."""
+    node.replicator._join(replication.Join(msgspec.structs.replace(node.job, every_steps=None)))
+    node.member.watermark = Watermark(4, True, every=every)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"acknowledged": 9, "since": 5, "reaches_from": 7, "whole": True}.items():
+            patch.setattr(Sender, name, value)
+        patch.setattr(StatesByValue, "hold_state", lambda states, record: held)
+        said = node.member._how_far()
+    assert (said.record, said.since, said.whole) == (9, since, True)
 
 
 def test_records_of_every_tenth_step_need_a_tenth(node: Node) -> None:
