@@ -93,11 +93,14 @@ class RankState:
 
     def inexact(self, reason: str) -> None:
         """Declare that resumes from records of this run are not exact, from the next record on; logged once."""
-        if reason not in self._inexact:
-            self._inexact[reason] = None
+        found = (known.removeprefix(EARLIER) for known in self._inexact if known.startswith(EARLIER))
+        if reason in self._inexact or any(map(reason.endswith, found)):
+            return  # a departure of this resume may be found again, under its loader's name
+        self._inexact[reason] = None
+        if self.correct is not None:
+            self.correct(reason)
+        else:
             _log.warning("memckpt: a resume of this run will not be exact: %s", reason)
-            if self.correct is not None:
-                self.correct(reason)
 
     def retract(self, reason: str) -> None:
         """Declare that a reason was wrong: neither later records nor an earlier resume are inexact for it."""

@@ -120,14 +120,24 @@ def test_objects_that_nobody_has_named_keep_no_training_from_its_steps() -> None
     assert [one.partition("raises ")[2] for one in said] == ["ValueError: not that one", "no state"]
 
 
-def test_a_reason_found_before_the_first_commit_corrects_the_report(rank_state: RankState) -> None:
+def test_a_reason_found_before_the_first_commit_corrects_the_report(
+    rank_state: RankState, caplog: pytest.LogCaptureFixture
+) -> None:
     found: list[str] = []
     rank_state.correct = found.append
     rank_state.inexact("one")
+    assert not caplog.messages, "the report says it"
     rank_state.correct = None
     rank_state.inexact("two")
     assert found == ["one"]
     assert rank_state.reasons == ("one", "two")
+
+
+def test_what_a_loader_has_departed_from_is_said_once(rank_state: RankState, caplog: pytest.LogCaptureFixture) -> None:
+    rank_state.carry([EARLIER + "the sampler has no state"])
+    rank_state.inexact("loader 0: the sampler has no state")
+    assert rank_state.reasons == (EARLIER + "the sampler has no state",)
+    assert not caplog.messages
 
 
 def test_what_a_user_goes_on_with_is_accepted(rank_state: RankState) -> None:

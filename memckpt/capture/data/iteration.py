@@ -29,16 +29,16 @@ _DRAWS_LOST = (
     "it draw from a torch.Generator of its own"
 )
 _OTHER_STREAM = (
-    "the stream {} gave other samples than before when its first {} batches were read again, so that some samples are "
-    "trained twice and others never; give what shuffles it a seed that is the same at each start"
+    "the stream {} gave other samples when its first {} batches were read again. Some samples are trained twice, and "
+    "others never. Give what shuffles it a seed that is the same at each start"
 )
 _SHARED_STREAM = (
     "the stream {} draws from the global generator of {} while training draws from it too, so that it may be another "
     "one when it is read again; give it a generator of its own, or a worker"
 )
 _CHOSEN = (
-    "loader.{} had been changed before this pass in the run that is continued, and has another value: samples may "
-    "differ; register('data', DATASET, attributes=['{}']) with its dataset carries it"
+    "loader.{} had been changed before this pass in the run that is continued, and has another value. Samples may "
+    "differ. Carry it: register('data', DATASET, attributes=['{}'])"
 )
 _KEPT = (
     "loader.{} changes, and is not carried: it is no list, dict, deque or array, or has over 4096 elements; derive the "
@@ -227,9 +227,9 @@ class LoaderRecord:
         """What to do where a sampler gives other indices than in the recorded pass."""
         now = self._samples()
         if record["samples"] in (None, now):
-            return "build the loader over the same data in both runs"
+            return "Build the loader over the same data, or let the sampler draw from a torch.Generator of its own"
         return (
-            f"the dataset has {now} samples, and had {record['samples']}. Make it as long before restore(), or carry "
+            f"The dataset has {now} samples, and had {record['samples']}. Make it as long before restore(), or carry "
             "its length: register('data', DATASET, attributes=[NAME])"
         )
 

@@ -151,7 +151,7 @@ class _TapIterator(Iterator[Any]):
                 except StopIteration:
                     raise DataPositionError(
                         f"{self._describe()} ended after {drawn} batches, expected at least {dispatched} as in the "
-                        f"run that is continued; {self._keeper.remedy(recorded)}"
+                        f"run that is continued. {self._keeper.remedy(recorded)}"
                     ) from None
                 digest = index_digest(index, digest)
                 if drawn >= batches:
@@ -169,7 +169,7 @@ class _TapIterator(Iterator[Any]):
                 else:
                     self._keeper.differs(
                         f"{self._describe()} goes on after {dispatched} batches, expected its end there as in the "
-                        f"run that is continued; {self._keeper.remedy(recorded)}"
+                        f"run that is continued. {self._keeper.remedy(recorded)}"
                     )
 
     def _indices_state(self) -> Any:
@@ -179,9 +179,7 @@ class _TapIterator(Iterator[Any]):
         if expected is not None and found != expected:
             self._keeper.differs(
                 f"{self._describe()} does not repeat the indices of its first {batches} batches: expected checksum "
-                f"{expected:#010x} as in the run that is continued, found {found:#010x}; "
-                f"{self._keeper.remedy(recorded)}. A sampler with state of its own may draw from a torch.Generator "
-                "that it has, or shuffle by the number of the epoch"
+                f"{expected:#010x}, found {found:#010x}. {self._keeper.remedy(recorded)}"
             )
 
     def _describe(self) -> str:

@@ -322,7 +322,7 @@ def test_other_data_is_found_out(samples: int, message: str, workers: Workers, t
     error = job.process(lambda: Trainer(job, grafted=True).run(None))
     assert isinstance(error, data.DataPositionError)
     assert message in str(error)
-    assert f"the dataset has {samples} samples, and had {SAMPLES}" in str(error)
+    assert f"The dataset has {samples} samples, and had {SAMPLES}" in str(error)
 
 
 def test_a_failed_resume_does_not_go_on_with_other_data(tmp_path: Path) -> None:
