@@ -141,18 +141,18 @@ class FollowedLoaders(Generic[FollowedT]):
 
 
 _MIXED = (
-    "batches of several iterations wait for their steps at a time, and a restart goes back in the newest one only; "
-    "commit before the next batches are fetched"
+    "batches of several iterations wait for their steps at a time. A restart goes back in the newest one only. Commit "
+    "before the next batches are fetched"
 )
 _CYCLED = (
-    "itertools.cycle hands out again the batches that it has kept, and a restart keeps only those behind it; iterate "
-    "the loader anew each time: a generator function with `while True: yield from loader`"
+    "itertools.cycle hands out again the batches that it has kept. A restart keeps only those behind it. Iterate the "
+    "loader anew each time: a generator function with `while True: yield from loader`"
 )
 
 
 _LEFT = (
-    "its pass has given batches for one step, and none since; if it was left there (a validation that is broken off), "
-    "the first pass behind a resume goes on in it: let go of its iterator"
+    "its pass has given batches for one step, and none since. If it was left there (a validation that is broken off), "
+    "the first pass behind a resume goes on in it. Let go of its iterator"
 )
 #: Why a pass that goes on need not be the one that the dead process was in.
 TAKEN_LATE = (

@@ -12,20 +12,20 @@ import torch
 
 _DEEPEST = 8
 _UNCLEAR = (
-    "the loop took {} batches before its first commit and {} before each later one, so a restart takes the last {} "
-    "again, as a loop needs it that fetches ahead of its steps; if yours left some out, it trains them twice"
+    "the loop took {} batches before its first commit and {} before each later one. So a restart takes the last {} "
+    "again, as a loop needs it that fetches ahead of its steps. If yours left some out, it trains them twice"
 )
 _AMBIGUOUS = (
-    "when the training died, its loop had taken {0} batches for each commit, of which the last may have waited for "
-    "the next step; the third commit tells, and none had come"
+    "the training died before its third commit, which tells whether a loop fetches ahead. It had taken {0} batches for "
+    "each commit, of which the last may have waited for the next step"
 )
 _IRREGULAR = (
-    "the loop fetches batches ahead of its steps, and not always as many, so a restart may lose or repeat some; commit "
+    "the loop fetches batches ahead of its steps, and not always as many. A restart may lose or repeat some. Commit "
     "before the next batch is fetched"
 )
 _APART = (
-    "another thread than the one that trains takes the batches, so a restart may lose those that waited between the "
-    "two; let the training thread take them"
+    "another thread than the one that trains takes the batches. A restart may lose those that waited between the two. "
+    "Let the training thread take them"
 )
 
 
