@@ -40,7 +40,7 @@ def attach(
     data_parallel: DistributedDataParallel | None = None,
     extra_modules: Mapping[str, nn.Module] | None = None,
     replicated: Sequence[str] = (),
-    continues: bool = False,
+    continues: int | None = None,
 ) -> Session:
     """Protect a training from here on.
 
@@ -61,8 +61,8 @@ def attach(
         extra_modules: modules outside the model whose tensors belong to the state (averaged models).
         replicated: names, or patterns of names, of parameters that are plain tensors in a sharded model and the same on
             all ranks. Others are taken for a rank's own.
-        continues: this goes on with the training that this process has finished with `run_dir`. Else a second training
-            of a process is held in a folder of its own, ``training-2``.
+        continues: :attr:`Session.training` of a former session of this process, whose training this one goes on with.
+            None: once one has finished, another training begins, which is held in a folder, ``training-2``.
 
     Raises:
         ConfigurationError, NothingHeldError, ForeignStateError, RunBusyError, MemoryBudgetError, UnsupportedError,
@@ -128,6 +128,7 @@ class DisabledSession(Session):
     drift_ulp = 0.0
     logs_metrics = False
     epoch = batch = 0
+    training = 1
 
     @property
     def caveats(self) -> list[str]:

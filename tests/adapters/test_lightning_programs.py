@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 from lightning_memckpt import MemCheckpoint
-from memckpt.config import AgentConfig, MemckptConfig
+from memckpt.config import AgentConfig, MemckptConfig, StorageConfig
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.killed_programs import Process, Run, finish, values
 
@@ -57,9 +57,16 @@ class Attempt(Process):
     def say(self, key: str, *values: Any) -> None:
         self.note(key, "", values)
 
-    def trainer(self, *callbacks: pl.Callback, attributes: Sequence[str] = (), **arguments: Any) -> pl.Trainer:
+    def trainer(
+        self,
+        *callbacks: pl.Callback,
+        attributes: Sequence[str] = (),
+        storage: StorageConfig | None = None,
+        **arguments: Any,
+    ) -> pl.Trainer:
+        config = replace(CONFIG, storage=storage)
         ours = (
-            [MemCheckpoint(self.directory / "run", config=CONFIG, attributes=attributes)] if self.run.protected else []
+            [MemCheckpoint(self.directory / "run", config=config, attributes=attributes)] if self.run.protected else []
         )
         return pl.Trainer(
             callbacks=[*callbacks, *ours], default_root_dir=self.directory / "files", **{**QUIET, **arguments}
@@ -453,6 +460,31 @@ def modes_of_modules(attempt: Attempt) -> None:
     attempt.trainer(max_epochs=3).fit(Frozen(attempt), shuffled(), DataLoader(samples(16, 5), 8))
 
 
+def trainers_in_turns(attempt: Attempt) -> None:
+    """Two Trainers with one run directory, each of which goes on with its own."""
+
+    class Turn(Small):
+        def __init__(self, name: str) -> None:
+            super().__init__(attempt)
+            self.named = name
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.attempt.reach(f"{self.named} {self.global_step}")
+            loss = self.loss(batch)
+            self.attempt.say(f"{self.named} {self.global_step}", loss.item().hex())
+            return loss
+
+        def on_train_end(self) -> None:
+            self.attempt.say(f"{self.named} ends {self.global_step}", [each.tolist() for each in self.parameters()])
+
+    storage = StorageConfig() if attempt.variant == "stored" else None
+    both = [(attempt.trainer(max_epochs=0, storage=storage), Turn(name)) for name in ("first", "second")]
+    for epochs in (1, 2):
+        for trainer, module in both:
+            trainer.fit_loop.max_epochs = epochs
+            trainer.fit(module, shuffled())
+
+
 # Runs
 
 
@@ -505,6 +537,9 @@ CASES: list[tuple[Program, str, list[str]]] = [
     (accumulation_of_ones_own, "", ["0 4", "1 1", "2 5"]),
     (modes_of_modules, "", ["7", "val10", "12"]),
     (settings_that_training_changes, "", ["4", "7"]),
+    (trainers_in_turns, "stored", []),
+    (trainers_in_turns, "stored", ["second 3", "first 7", "second 8"]),
+    (trainers_in_turns, "", ["first 3", "second 3"]),
 ]
 
 
@@ -515,7 +550,7 @@ CASES: list[tuple[Program, str, list[str]]] = [
 @pytest.mark.parametrize(
     ("program", "variant", "kills"),
     CASES,
-    ids=[f"{program.__name__} {variant}".strip() for program, variant, _ in CASES],
+    ids=[f"{program.__name__} {variant}".strip() + " unkilled" * (not kills) for program, variant, kills in CASES],
 )
 def test_as_if_never_killed(program: Program, variant: str, kills: list[str], lab: Lab) -> None:
     differing, log = survive(lab, program, kills, variant)
