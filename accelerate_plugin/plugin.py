@@ -396,6 +396,9 @@ class MemCheckpointPlugin:
         """
         if self._closed:
             return
+        never_begun = not self._begun and self._session is not None and self._session.held is not None
+        if finished and self._watch.place_is_known:
+            self._restore_once()  # the loop had no step left
         self._closed = True
         self._watch.remove()
         for handle in self._handles:
@@ -407,7 +410,7 @@ class MemCheckpointPlugin:
         session, self._session = self._session, None
         if session is not None:
             # A run whose loop was never entered has not finished its held training.
-            session.close(finished=finished, keep_held=not self._begun and session.held is not None)
+            session.close(finished=finished, keep_held=never_begun)
         if finished:
             self._watch.check_end()
 

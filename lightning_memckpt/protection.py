@@ -19,7 +19,6 @@ file) are not repeated.
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -47,10 +46,6 @@ STATE = "lightning"
 # Lightning cannot know that the loaders of a resumed fit continue: they have no state_dict() on purpose, or our
 # positions would end up in the user's own checkpoint files.
 _MISLEADING_WARNING = "You're resuming from a checkpoint that ended before the epoch ended"
-
-# A second fit of one Trainer goes on with its steps.
-_trainings: weakref.WeakKeyDictionary[pl.Trainer, int] = weakref.WeakKeyDictionary()
-
 
 class Protection:
     """One fit of a supported trainer under protection, from its `setup` hook to `teardown` or an exception."""
@@ -131,7 +126,6 @@ class Protection:
         self._loaders.inexact = self._inexact
         run_dir, resume, _ = self._arguments
         self._session = connect(self._connect, resume, file, run_dir, self._messages)
-        _trainings[trainer] = self._session.training
         held = self._session.held
         if held is not None and file is not None:
             self._internals.forget_user_checkpoint()
@@ -196,7 +190,6 @@ class Protection:
             data_parallel=wrapped if isinstance(wrapped, DistributedDataParallel) else None,
             extra_modules=self._fit_state.beside,
             replicated=self._replicated,
-            continues=_trainings.get(self._trainer),
         )
 
     def _inexact(self, reason: str) -> None:

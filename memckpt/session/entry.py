@@ -40,7 +40,6 @@ def attach(
     data_parallel: DistributedDataParallel | None = None,
     extra_modules: Mapping[str, nn.Module] | None = None,
     replicated: Sequence[str] = (),
-    continues: int | None = None,
 ) -> Session:
     """Protect a training from here on.
 
@@ -52,7 +51,8 @@ def attach(
         model: the model; a DistributedDataParallel wrapper is taken apart, and what ``fabric.setup`` returned. Its
             parameters may be DTensors (FSDP2, HSDP, tensor parallel).
         optimizers: one, or several; also what ``fabric.setup`` returned.
-        run_dir: names the run; attempts with the same directory continue each other. None: MEMCKPT_RUN_DIR.
+        run_dir: names the run; attempts with the same directory continue each other. Once a training of this process
+            has finished, the next one has the folder ``training-2`` in it. None: MEMCKPT_RUN_DIR.
         resume: ``"auto"`` resumes if something is held, ``"require"`` raises if nothing is, ``"exact"`` raises if what
             is held cannot be resumed exactly, ``"never"`` drops what is held, a number resumes at that step. None:
             MEMCKPT_RESUME, or ``"auto"``.
@@ -61,8 +61,6 @@ def attach(
         extra_modules: modules outside the model whose tensors belong to the state (averaged models).
         replicated: names, or patterns of names, of parameters that are plain tensors in a sharded model and the same on
             all ranks. Others are taken for a rank's own.
-        continues: :attr:`Session.training` of a former session of this process, whose training this one goes on with.
-            None: once one has finished, another training begins, which is held in a folder, ``training-2``.
 
     Raises:
         ConfigurationError, NothingHeldError, ForeignStateError, RunBusyError, MemoryBudgetError, UnsupportedError,
@@ -83,7 +81,6 @@ def attach(
         extra_modules=extra_modules or {},
         replicated=replicated,
         observers=observers,
-        continues=continues,
     )
     _raise_oom_score()
     return session
@@ -128,7 +125,6 @@ class DisabledSession(Session):
     drift_ulp = 0.0
     logs_metrics = False
     epoch = batch = 0
-    training = 1
 
     @property
     def caveats(self) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -68,23 +69,17 @@ class _Ordinal:
     A script may pretrain and finetune. Started again, its first training must not go on from what its second one held.
     """
 
-    #: The last that has finished, by run directory, and the ends that this process has reached by training.
-    _finished: ClassVar[dict[Path, int]] = {}
-    _ends: ClassVar[set[tuple[Path, int]]] = set()
+    _finished: ClassVar[Counter[Path]] = Counter()
 
-    def __init__(self, run_dir: str, continues: int | None) -> None:
+    def __init__(self, run_dir: str) -> None:
         self._run_dir = Path(run_dir).resolve()
-        self.number = self._finished.get(self._run_dir, 0) + 1 if continues is None else continues
+        self._number = self._finished[self._run_dir] + 1
 
     def place(self, arguments: ProtectionArguments) -> ProtectionArguments:
         """The arguments for this training: behind the first one, a folder in the run directory and in the storage."""
-        if (end := (self._run_dir, self.number)) in self._ends:
-            self._ends.remove(end)
-            _log.info("memckpt: this training goes on from the live state of this process, and not from what is held")
-            arguments = arguments._replace(resume="never")
-        if self.number == 1:
+        if self._number == 1:
             return arguments
-        name = f"training-{self.number}"
+        name = f"training-{self._number}"
         config, run_dir = arguments.config, str(Path(arguments.run_dir) / name)
         storage = config.storage
         if storage is not None and storage.url is not None:
@@ -93,16 +88,14 @@ class _Ordinal:
             "memckpt: %s has finished a training of this process: training %d is held in %s. A restarted script runs "
             "the former ones again, or takes their final step from storage",
             arguments.run_dir,
-            self.number,
+            self._number,
             run_dir,
         )
         return arguments._replace(run_dir=run_dir, config=config)
 
-    def note_finished(self, trained: bool) -> None:
-        """A next session with the run directory is another training; `trained`: this process has trained it."""
-        self._finished[self._run_dir] = max(self.number, self._finished.get(self._run_dir, 0))
-        if trained:
-            self._ends.add((self._run_dir, self.number))
+    def note_finished(self) -> None:
+        """Have the next session with the run directory protect another training."""
+        self._finished[self._run_dir] = self._number
 
 
 class Session:
@@ -122,7 +115,6 @@ class Session:
         extra_modules: Mapping[str, nn.Module],
         replicated: Sequence[str] = (),
         observers: Sequence[Observer] = (),
-        continues: int | None = None,
     ) -> None:
         self._closed = self._has_told = self._has_continued = False
         self._observers = observers
@@ -131,7 +123,7 @@ class Session:
         self._number: int | None = None
         self._reductions_at_commit = 0
         self._stalled_before = 0.0
-        self._ordinal = _Ordinal(arguments.run_dir, continues)
+        self._ordinal = _Ordinal(arguments.run_dir)
         arguments = self._ordinal.place(arguments)
         proven = self._look_at_training(model, optimizers, arguments, data_parallel, extra_modules, replicated)
         self._wire_parts(Path(arguments.run_dir), optimizers, proven)
@@ -648,11 +640,6 @@ class Session:
         return self._clock
 
     @property
-    def training(self) -> int:
-        """Which training of this process it protects, of those with its run directory: 1, 2, ..."""
-        return self._ordinal.number
-
-    @property
     def agent_pid(self) -> int | None:
         """Process id of this node's agent; None while there is none."""
         return self._link.agent_pid
@@ -678,8 +665,8 @@ class Session:
             return
         self._closed = True
         if finished:
+            self._ordinal.note_finished()
             finished = not keep_held
-            self._ordinal.note_finished(trained=finished)
         for each in self._observers:
             each.close()
         if finished and self._last is None and self._recorder.graphs.stepped:

@@ -14,8 +14,11 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import memckpt
 from accelerate_plugin import MemCheckpointPlugin
 from memckpt.errors import UsageError
+from memckpt.processes.address import AgentAddress
+from memckpt.processes.control import stop_agent
 from tests.support.trainings import hand_loops
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
@@ -279,6 +282,24 @@ def _left_behind_a_commit(ckpt: Any, one: Any, other: Any, train: Callable[[Any]
 )
 def test_a_loop_that_a_restart_cannot_repeat_is_said(lab: Lab, epoch: Any, line: str) -> None:
     assert re.search(f"will not be exact: {line}", _said(lab, epoch))
+
+
+def test_a_loop_without_a_step_left_has_its_last_state(lab: Lab) -> None:
+    def body() -> None:
+        accelerator = Accelerator(cpu=True)
+        settings = config(storage=memckpt.StorageConfig())
+        process = Process(Run(3, lab.directory), ckpt=MemCheckpointPlugin(accelerator, lab.run_dir, config=settings))
+        model, optimizer, batches = process.ckpt.prepare(*process.objects(), loader(12))
+        while process.ckpt.step < 2:
+            for batch in batches:
+                process.train("loss", model, optimizer, batch)
+                process.ckpt.commit()
+        process.ckpt.close()
+        print("ends with", [each.tolist() for each in model.parameters()])
+
+    first, second = (re.findall("ends with .*", in_child(lab, body)) for _ in range(2))
+    stop_agent(AgentAddress.of(lab.run_dir))  # a training that was not gone on with stays held
+    assert first == second != []
 
 
 def test_a_draw_between_iter_and_the_first_batch_is_said(lab: Lab) -> None:
