@@ -310,11 +310,15 @@ class FoundObjects(Attributes):
     ) -> None:
         """Say of which attribute tensors change that nobody carries: averages, say, which are no buffers.
 
-        Of what is new in each step, results are left alone: what is in no container, or has no parameter's shape.
+        What is new in each step is an average where its container has tensors of the shapes of all that is trained, and
+        a result else.
         """
         known, self._plain = self._plain, {}
         staged = [one for one in staged if not why_not_held(one)]
-        shapes = {one.shape for one in staged if one.numel() > 1}
+        trained = Counter(one.shape for one in staged if one.requires_grad)
+        shapes: defaultdict[str, Counter[torch.Size]] = defaultdict(Counter)
+        for name, _, one in found:
+            shapes[name][one.shape] += 1
         for name, path, one in found:
             if one.grad_fn is not None or name in self._known or why_not_held(one):
                 continue
@@ -322,7 +326,7 @@ class FoundObjects(Attributes):
             held, trace = known.get(path, (None, None))
             if held is None or (held() is one and self._plain[path][1] == trace):
                 continue
-            if held() is one or (path != name and one.shape in shapes):
+            if held() is one or (path != name and shapes[name] >= trained):
                 self._known.add(name)
                 views = {*map(_storage, staged)}
                 if _storage(one) not in views and not any(each is one or same(each, one) for each in carried):

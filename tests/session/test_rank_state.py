@@ -300,6 +300,16 @@ def test_an_object_is_carried_once_it_has_a_state_and_no_more_is_said_at_once() 
     assert "model.grows, a Average, is not carried any more" in said[0]
 
 
+def test_results_that_a_model_keeps_are_no_averages() -> None:
+    model = torch.nn.Linear(2, 2)
+    said: list[str] = []
+    objects = FoundObjects(lambda: {"model": model}, lambda: (), said.append, "name {!r}")
+    for step in range(20):
+        vars(model)["features"] = {"mean": torch.full((2,), float(step))}  # of the bias's shape
+        objects.state_dict()
+    assert not said
+
+
 @pytest.mark.parametrize("change", [lambda one: one.mean.add_(1), lambda one: setattr(one, "mean", one.mean + 1)])
 def test_an_object_that_is_too_large_is_named_in_the_commit_behind_its_first_change(change: Any) -> None:
     model = torch.nn.Module()
@@ -351,7 +361,7 @@ def _lerp(averages: Any) -> None:
     ("kept", "change"),
     [
         (lambda weight: [weight, weight * 2], lambda kept: kept[1].mul_(0.9)),
-        (lambda weight: {"average": weight}, _lerp),
+        (lambda weight: {"average": weight, "of_bias": weight[0]}, _lerp),
         (lambda weight: weight, lambda kept: kept.data.mul_(0.9)),
     ],
 )
