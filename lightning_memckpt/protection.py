@@ -47,6 +47,7 @@ STATE = "lightning"
 # positions would end up in the user's own checkpoint files.
 _MISLEADING_WARNING = "You're resuming from a checkpoint that ended before the epoch ended"
 
+
 class Protection:
     """One fit of a supported trainer under protection, from its `setup` hook to `teardown` or an exception."""
 

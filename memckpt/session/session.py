@@ -71,9 +71,10 @@ class _Ordinal:
 
     _finished: ClassVar[Counter[Path]] = Counter()
 
-    def __init__(self, run_dir: str) -> None:
+    def __init__(self, run_dir: str, ranks: Ranks) -> None:
         self._run_dir = Path(run_dir).resolve()
-        self._number = self._finished[self._run_dir] + 1
+        # One rank may have failed behind the last commit of a training that the others have finished.
+        self._number = min(ranks.together(lambda: self._finished[self._run_dir])) + 1
 
     def place(self, arguments: ProtectionArguments) -> ProtectionArguments:
         """The arguments for this training: behind the first one, a folder in the run directory and in the storage."""
@@ -91,7 +92,9 @@ class _Ordinal:
             self._number,
             run_dir,
         )
-        return arguments._replace(run_dir=run_dir, config=config)
+        # What is asked of a start is asked of the first: nothing is held of one that has not begun.
+        resume = "auto" if arguments.resume == "require" else arguments.resume
+        return ProtectionArguments(run_dir, resume, config)
 
     def note_finished(self) -> None:
         """Have the next session with the run directory protect another training."""
@@ -123,7 +126,9 @@ class Session:
         self._number: int | None = None
         self._reductions_at_commit = 0
         self._stalled_before = 0.0
-        self._ordinal = _Ordinal(arguments.run_dir)
+        refuse_unordered(model, optimizers, data_parallel)
+        self._ranks = Ranks()
+        self._ordinal = _Ordinal(arguments.run_dir, self._ranks)
         arguments = self._ordinal.place(arguments)
         proven = self._look_at_training(model, optimizers, arguments, data_parallel, extra_modules, replicated)
         self._wire_parts(Path(arguments.run_dir), optimizers, proven)
@@ -150,9 +155,7 @@ class Session:
         replicated: Sequence[str],
     ) -> ProvenEnvironments:
         """First phase: find what is trained, and by which ranks; collective. Nothing is hooked, and no agent asked."""
-        refuse_unordered(model, optimizers, data_parallel)
-        self._data_parallel = data_parallel
-        self._ranks = ranks = Ranks()
+        self._data_parallel, ranks = data_parallel, self._ranks
         proven = ProvenEnvironments(arguments.config, Path(arguments.run_dir), ranks)
         self._compression = compression = CompressedAverages(proven.config, model, data_parallel)
         config = compression.with_period(proven.config)

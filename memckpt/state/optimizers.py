@@ -416,6 +416,7 @@ def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
         # Schedulers wrap step() in an attribute of the instance.
         and not (callable(value) and (hasattr(type(optimizer), name) or isinstance(value, types.MethodType)))
         and not isinstance(value, nn.Module)
+        and getattr(value, "optimizer", None) is not optimizer  # its scheduler, which a step does not use
     }
 
 

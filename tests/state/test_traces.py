@@ -12,6 +12,7 @@ from torch import nn
 
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.self_test import STEPS, SelfTest
+from memckpt.state.optimizers import private_attributes, try_steps
 
 CALLS, TABLE, SUM, TURNS = 0, {"steps": [0]}, torch.zeros(2), itertools.count()
 
@@ -191,3 +192,14 @@ def test_a_step_that_needs_a_call_before_it_is_explained() -> None:
     reason = LiveState(model, [Sharpness(model.parameters())], {}).not_redoable[0]
     assert "needs gradients alone, found Sharpness: tried on a parameter" in reason
     assert "it raised KeyError('old'), so it needs a closure, or a call before step()" in reason
+
+
+def test_a_scheduler_in_an_attribute_of_its_optimizer_is_no_part_of_a_step() -> None:
+    """It refers to the optimizer, so that a copy of it would be one of all state, too."""
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer: Any = torch.optim.AdamW([parameter])
+    optimizer.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+    assert try_steps(optimizer) == []
+    assert "scheduler" not in private_attributes(optimizer)

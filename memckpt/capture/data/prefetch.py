@@ -61,7 +61,7 @@ class Prefetch:
         self._each = 0
         self._first = self._taken = self._commits = 0
         self._begins = self._seen_alive = False
-        self._taker = threading.get_ident()
+        self._taker: int | None = None
         self._unclear = ""
         #: Counts of gradients at the newest batch, the newest commit, and the end of an iteration.
         self._made: int | None = None
@@ -132,7 +132,7 @@ class Prefetch:
             last: whether the iteration has no further batch.
         """
         self._compare_gradients()
-        if self._taker != threading.get_ident():
+        if inside and self._taker not in (None, threading.get_ident()):
             self.doubt = self.doubt or _APART
         self.at_end = ended and self.waits(since)
         begins, self._begins = self._begins, False
