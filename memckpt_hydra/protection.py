@@ -55,8 +55,8 @@ def _look_at(run_dir: str, written: str) -> None:
         _in_output_directory()
     elif hydra.mode is not None and hydra.mode.name == "MULTIRUN" and "${" not in written:
         _log.warning(
-            "memckpt: every job of a --multirun whose run_dir is %r continues the same run: set it to null, or to "
-            "a name of each job's own such as runs/${hydra:job.override_dirname}",
+            "memckpt: every job of a --multirun has the run_dir %r, where only their order tells them apart: set it to "
+            "null, or to a name of each job's own such as runs/${hydra:job.override_dirname}",
             run_dir,
         )
 

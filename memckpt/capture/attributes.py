@@ -327,9 +327,9 @@ class FoundObjects(Attributes):
             if held is None or (held() is one and self._plain[path][1] == trace):
                 continue
             if held() is one or (path != name and shapes[name] >= trained):
-                self._known.add(name)
                 views = {*map(_storage, staged)}
                 if _storage(one) not in views and not any(each is one or same(each, one) for each in carried):
+                    self._known.add(name)
                     what = f"{name}: its tensors change and are not carried"
                     self._inexact(f"{what}; make them buffers of a module, or name it in `attributes`")
 

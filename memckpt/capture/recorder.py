@@ -9,6 +9,8 @@ a new generation.
 from __future__ import annotations
 
 import logging
+import signal
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -103,13 +105,15 @@ class Recorder:
         return bool(self._steps_taken)
 
     def broke(self, what: str, error: Exception) -> None:
-        """Note an internal error inside the user's step, which must go on."""
+        """Note an internal error inside the user's step, which must go on; raise it again if it is none of ours."""
         reason = f"{what} failed: {type(error).__name__}: {error}"
         if reason not in self._told:
             self._told.add(reason)
             _log.warning("memckpt: %s; training goes on, and the state is written anew", reason, exc_info=error)
         self.broken = reason
         self.fail(reason)
+        if is_of_signal(error):
+            raise error
 
     # Listeners and choices, each of one caller
 
@@ -369,3 +373,9 @@ class GraphNotes:
                 "commit(): a backward was recorded into a CUDA graph, whose replays cannot be seen, and no optimizer "
                 "has stepped: expected commit(gradients_pending=True) inside an accumulation, False otherwise"
             )
+
+
+def is_of_signal(error: Exception) -> bool:
+    """Whether a signal's handler raised it: torch's when a loader's worker dies, or the user's for a time limit."""
+    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
+    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))

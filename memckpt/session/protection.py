@@ -7,11 +7,11 @@ import os
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from memckpt.capture.recorder import is_of_signal
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.errors import AgentGoneError, MemckptError, MemoryBudgetError
 from memckpt.journal.events import GapEnded
@@ -199,7 +199,7 @@ class Protection:
 
     def _stumble(self, record: int, error: Exception) -> None:
         """Pause protection after an unexpected exception; raise it again if it is none of ours."""
-        if _is_of_signal(error):
+        if is_of_signal(error):
             self._lose(record, f"{type(error).__name__}: {error}")
             self.begin_next_unless_begun(record)
             raise error
@@ -227,12 +227,6 @@ class Protection:
             self.link.reconnection.note_failure(error)
         except Exception as error:
             self._stumble(point.record, error)
-
-
-def _is_of_signal(error: Exception) -> bool:
-    """Whether a signal's handler raised it: torch's when a loader's worker dies, or the user's for a time limit."""
-    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
-    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 class DriftReports:

@@ -72,7 +72,7 @@ class _Ordinal:
     _finished: ClassVar[Counter[Path]] = Counter()
 
     def __init__(self, run_dir: str, ranks: Ranks) -> None:
-        self._run_dir = Path(run_dir).resolve()
+        self._run_dir, self._leads = Path(run_dir).resolve(), ranks.rank == 0
         # One rank may have failed behind the last commit of a training that the others have finished.
         self._number = min(ranks.together(lambda: self._finished[self._run_dir])) + 1
 
@@ -85,13 +85,14 @@ class _Ordinal:
         storage = config.storage
         if storage is not None and storage.url is not None:
             config = replace(config, storage=replace(storage, url=f"{storage.url.rstrip('/')}/{name}"))
-        _log.warning(
-            "memckpt: %s has finished a training of this process: training %d is held in %s. A restarted script runs "
-            "the former ones again, or takes their final step from storage",
-            arguments.run_dir,
-            self._number,
-            run_dir,
-        )
+        if self._leads:
+            _log.warning(
+                "memckpt: %s has finished a training of this process: training %d is held in %s. A restarted script "
+                "runs the former ones again, or takes their final step from storage",
+                arguments.run_dir,
+                self._number,
+                run_dir,
+            )
         # What is asked of a start is asked of the first: nothing is held of one that has not begun.
         resume = "auto" if arguments.resume == "require" else arguments.resume
         return ProtectionArguments(run_dir, resume, config)

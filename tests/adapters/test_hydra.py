@@ -297,7 +297,7 @@ main()
         (["+run_dir=fixed", "hydra.job.chdir=true"], "has a timestamp in its name"),
         (["+run_dir=fixed", "hydra.job.chdir=true", "hydra.run.dir=same"], None),
         (["+run_dir=/fixed", "hydra.job.chdir=true"], None),
-        (["+run_dir=fixed", "+width=1,2", "--multirun"], "whose run_dir is 'fixed' continues the same run"),
+        (["+run_dir=fixed", "+width=1,2", "--multirun"], "has the run_dir 'fixed', where only their order"),
         (["+run_dir=of-${width}", "+width=1,2", "--multirun"], None),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

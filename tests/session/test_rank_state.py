@@ -327,7 +327,7 @@ def test_an_object_that_is_too_large_is_named_in_the_commit_behind_its_first_cha
 
 @pytest.mark.promise(
     "an average, a teacher or another module that came while training ran, in an attribute or container of the model, "
-    "a callback or the Trainer; averages that are plain tensors there"
+    "a callback or the Trainer; averages that are plain tensors there, written in place or in a container"
 )
 def test_a_module_that_nobody_carries_is_named_once_it_changes() -> None:
     model = torch.nn.Module()
@@ -355,7 +355,7 @@ def _lerp(averages: Any) -> None:
 
 @pytest.mark.promise(
     "an average, a teacher or another module that came while training ran, in an attribute or container of the model, "
-    "a callback or the Trainer; averages that are plain tensors there"
+    "a callback or the Trainer; averages that are plain tensors there, written in place or in a container"
 )
 @pytest.mark.parametrize(
     ("kept", "change"),

@@ -102,22 +102,23 @@ def test_a_failure_in_a_commit_is_a_gap_that_is_counted(lab: Lab, owner: type, n
     lab.check_same(PLAIN, ended)
 
 
-def test_what_a_signal_s_handler_raises_in_a_commit_is_the_user_s(lab: Lab) -> None:
-    """As torch's handler does, where a worker of a loader has died."""
+@pytest.mark.parametrize(("owner", "name"), [(Staging, "seal"), (Recorder, "stage")])
+def test_what_a_signal_s_handler_raises_is_the_user_s(lab: Lab, owner: type, name: str) -> None:
+    """As torch's handler does, where a worker of a loader has died: in a commit, and in backward."""
 
     def handler(number: int, frame: Any) -> None:
         raise Mishap("of a worker")
 
     def prepare(control: Control) -> None:
-        original = Staging.seal
+        original = getattr(owner, name)
 
-        def seal(*args: Any) -> Any:
+        def replaced(*args: Any) -> Any:
             if control.step == 7:
                 signal.signal(signal.SIGUSR1, handler)
                 signal.raise_signal(signal.SIGUSR1)
             return original(*args)
 
-        Staging.seal = seal  # type: ignore[method-assign]  # in a child, until its end
+        setattr(owner, name, replaced)  # in a child, until its end
 
     died = collect(*lab.begin(PLAIN, config("lazy"), prepare=prepare))
     assert died.log.rstrip().endswith("Mishap: of a worker")
