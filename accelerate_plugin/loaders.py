@@ -129,6 +129,10 @@ class Follower:
         """Whether the user's current iteration has no further batch."""
         return self.active and not self._prefetch.ahead and (self._left or bool(self._loader.end_of_dataloader))
 
+    @property
+    def taken_apart(self) -> bool:
+        return self._prefetch.taken_apart
+
     def place(self) -> Place:
         """The user's position in it."""
         return Place(self.at, self.active, self.over)

@@ -38,6 +38,7 @@ from accelerate_plugin.prepared import (
 )
 from memckpt.capture.attributes import same
 from memckpt.capture.data.places import DrawsAtOpen
+from memckpt.capture.data.prefetch import TAKEN_APART
 from memckpt.config import MemckptConfig, ResumeChoice
 from memckpt.config.arguments import with_environment
 from memckpt.errors import ConfigurationError, UsageError
@@ -245,7 +246,9 @@ class MemCheckpointPlugin:
         """
         session = self._attached_session("commit()")
         place = tuple(each.at for each in self._followers) if self._followers.active else None
-        self._watch.check_commit(place, bool(self._followers))
+        apart = place is None and self._followers.taken_apart
+        self._warn_inexact(TAKEN_APART if apart else None)
+        self._watch.check_commit(place, bool(self._followers) and not apart)
         self._followers.committing()
         if epoch_over:
             self._followers.leave()

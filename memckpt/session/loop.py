@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from memckpt.capture.data.follower import Followers, check_parts
 from memckpt.capture.data.places import DrawsAtOpen, PlaceWatch
+from memckpt.capture.data.prefetch import TAKEN_APART
 from memckpt.errors import ForeignStateError, UnsupportedError, UsageError
 from memckpt.recovery.comparison import ComparedKind
 from memckpt.session.rank_state import OWN, RankState
@@ -210,7 +211,10 @@ class Loop:
     def check_place_of_commit(self, epoch_over: bool) -> None:
         """Check the place of a commit; raises UsageError where a restart would take the epoch's batches again."""
         self._begun = True
-        if self._in_epochs and len(self._followers) and not self._followers.active:
+        outside = self._in_epochs and len(self._followers) and not self._followers.active
+        if outside and self._followers.taken_apart:
+            self._warn(TAKEN_APART)
+        elif outside:
             raise UsageError(
                 "commit(): expected it inside the loop over a followed loader, found it outside, where a restart "
                 "would take the epoch's batches again; call it as the last statement of that loop, or count steps "

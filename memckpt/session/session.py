@@ -61,6 +61,14 @@ from memckpt.state import codec
 
 _log = logging.getLogger("memckpt")
 _AT_STEP_BECAUSE, _DOUBT = OWN + "at_step_because", OWN + "doubt"
+_LATER = (
+    "a later training of this script is held in {}. If this start has skipped those before it, it takes up another "
+    "one's state: give each training a run_dir of its own"
+)
+_OPEN = (
+    "another session of this process with this run_dir is not closed. If its training has ended, this one takes up its "
+    "state: call close() there, or give each training a run_dir of its own"
+)
 
 
 class _Ordinal:
@@ -69,12 +77,21 @@ class _Ordinal:
     A script may pretrain and finetune. Started again, its first training must not go on from what its second one held.
     """
 
+    #: By run directory: trainings that have finished, and sessions that are not closed.
     _finished: ClassVar[Counter[Path]] = Counter()
+    _open: ClassVar[Counter[Path]] = Counter()
 
     def __init__(self, run_dir: str, ranks: Ranks) -> None:
         self._run_dir, self._leads = Path(run_dir).resolve(), ranks.rank == 0
         # One rank may have failed behind the last commit of a training that the others have finished.
         self._number = min(ranks.together(lambda: self._finished[self._run_dir])) + 1
+
+    def find_doubt(self) -> str:
+        """Why what is held may be another training's, in words; empty if nothing says so."""
+        later = self._run_dir / f"training-{self._number + 1}"
+        if self._open[self._run_dir]:
+            return _OPEN
+        return _LATER.format(later) if later.is_dir() else ""
 
     def place(self, arguments: ProtectionArguments) -> ProtectionArguments:
         """The arguments for this training: behind the first one, a folder in the run directory and in the storage."""
@@ -97,9 +114,15 @@ class _Ordinal:
         resume = "auto" if arguments.resume == "require" else arguments.resume
         return ProtectionArguments(run_dir, resume, config)
 
-    def note_finished(self) -> None:
-        """Have the next session with the run directory protect another training."""
-        self._finished[self._run_dir] = self._number
+    def note_open(self) -> None:
+        """Count a session that has begun."""
+        self._open[self._run_dir] += 1
+
+    def note_closed(self, finished: bool) -> None:
+        """Have the next session with the run directory protect another training, if this one has finished."""
+        self._open[self._run_dir] -= 1
+        if finished:
+            self._finished[self._run_dir] = self._number
 
 
 class Session:
@@ -135,6 +158,12 @@ class Session:
         self._wire_parts(Path(arguments.run_dir), optimizers, proven)
         try:
             self._start(arguments.resume)
+            doubt = self._ordinal.find_doubt()
+            if doubt and self._resumption.held is not None:
+                self.inexact(doubt)
+            elif doubt and self._ranks.rank == 0:
+                _log.warning("memckpt: %s", doubt)
+            self._ordinal.note_open()
             ranks = self._ranks
             place = (arguments.run_dir, ranks.node, ranks.rank, ranks.world_size, self.agent_pid)
             for each in observers:
@@ -668,9 +697,8 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        if finished:
-            self._ordinal.note_finished()
-            finished = not keep_held
+        self._ordinal.note_closed(finished)
+        finished = finished and not keep_held
         for each in self._observers:
             each.close()
         if finished and self._last is None and self._recorder.graphs.stepped:

@@ -538,7 +538,6 @@ CASES: list[tuple[Program, str, list[str]]] = [
     (modes_of_modules, "", ["7", "val10", "12"]),
     (settings_that_training_changes, "", ["4", "7"]),
     (trainers_in_turns, "stored", []),
-    (trainers_in_turns, "stored", ["second 3", "first 7", "second 8"]),
     (trainers_in_turns, "", ["first 3", "second 3"]),
 ]
 
@@ -559,6 +558,12 @@ def test_as_if_never_killed(program: Program, variant: str, kills: list[str], la
     assert "DIFFERENT" not in log
     assert "will not be exact" not in log
     assert log.count("resumed at step") >= len(kills) - 1
+
+
+def test_a_start_behind_a_later_training_says_which_it_takes_up(lab: Lab) -> None:
+    differing, log = survive(lab, trainers_in_turns, ["second 3", "first 7", "second 8"], "stored")
+    assert differing == {}, log[-3000:]
+    assert "training-2. If this start has skipped those before it" in log
 
 
 @pytest.mark.parametrize(

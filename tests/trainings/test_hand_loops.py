@@ -205,20 +205,31 @@ def dies_and_goes_on(lab: Lab, body: Any, kill: tuple[str, int]) -> tuple[str, s
     return in_child(lab, lambda: body(kill), status=-signal.SIGKILL), in_child(lab, lambda: body(None))
 
 
-def _taken_by_a_thread(batches: Iterator[Any]) -> Any:
+def _taken_by_a_thread(loader: Any) -> Iterator[Any]:
+    batches = iter(loader)
     with ThreadPoolExecutor(1) as taker:
-        return taker.submit(next, batches).result()
+        while True:
+            yield taker.submit(next, batches).result()
 
 
-def _draws_first(batches: Iterator[Any]) -> Any:
-    torch.rand(())
-    return next(batches)
+def _taken_long_before(loader: Any) -> Iterator[Any]:
+    """Its end, too."""
+    with ThreadPoolExecutor(1) as taker:
+        yield from taker.submit(list, loader).result()
+
+
+def _draws_first(loader: Any) -> Iterator[Any]:
+    batches = iter(loader)
+    while True:
+        torch.rand(())
+        yield next(batches)
 
 
 @pytest.mark.parametrize(
     ("take", "line"),
     [
         (_taken_by_a_thread, "another thread than the one that trains takes the batches"),
+        (_taken_long_before, "another thread than the one that trains takes the batches"),
         (_draws_first, "drew from the global generators after iter()"),
     ],
 )
@@ -228,9 +239,9 @@ def test_a_loop_that_takes_its_batches_otherwise_is_told(lab: Lab, take: Any, li
         loader = process.session.loader(make("shuffle", NONE))
         process.session.restore()
         for _ in process.session.epochs(1):
-            batches = iter(loader)
-            for number in range(process.session.batch, 4):
-                process.take(f"batch {number}", take(batches))
+            batches = take(loader)
+            for number in range(4 - process.session.batch):
+                process.take(f"batch {number}", next(batches))
         process.session.close()
 
     assert line in dies_and_goes_on(lab, body, ("committed", 2))[1]

@@ -34,6 +34,10 @@ class Followed(Protocol):
     def batches(self) -> int:
         """Number of batches of the current iteration that the user was given."""
 
+    @property
+    def taken_apart(self) -> bool:
+        """Whether another thread than the calling one has taken its last batch."""
+
     def place(self) -> Place:
         """The user's position in it."""
 
@@ -91,6 +95,11 @@ class FollowedLoaders(Generic[FollowedT]):
     def active(self) -> bool:
         """Whether the user is iterating over one of them."""
         return any(each.active for each in self._all)
+
+    @property
+    def taken_apart(self) -> bool:
+        """Whether another thread than the one that trains takes the batches of one: it may have ended ahead of it."""
+        return any(each.taken_apart for each in self._all)
 
     @property
     def batches(self) -> int | None:
@@ -319,6 +328,10 @@ class Follower:
     def waits(self) -> bool:
         """Whether no batch has been taken since :meth:`hold` told it to continue in an iteration."""
         return bool(self._held)
+
+    @property
+    def taken_apart(self) -> bool:
+        return self._prefetch.taken_apart
 
     def place(self) -> Place:
         """The user's position in it."""

@@ -23,7 +23,7 @@ _IRREGULAR = (
     "the loop fetches batches ahead of its steps, and not always as many. A restart may lose or repeat some. Commit "
     "before the next batch is fetched"
 )
-_APART = (
+TAKEN_APART = (
     "another thread than the one that trains takes the batches. A restart may lose those that waited between the two. "
     "Let the training thread take them"
 )
@@ -132,8 +132,8 @@ class Prefetch:
             last: whether the iteration has no further batch.
         """
         self._compare_gradients()
-        if inside and self._taker not in (None, threading.get_ident()):
-            self.doubt = self.doubt or _APART
+        if inside and self.taken_apart:
+            self.doubt = self.doubt or TAKEN_APART
         self.at_end = ended and self.waits(since)
         begins, self._begins = self._begins, False
         trained, self._made_at_commit = gradients.made > self._made_at_commit, gradients.made
@@ -155,6 +155,11 @@ class Prefetch:
         if self._waiting not in range(self.depth + 1):
             self.doubt = self.doubt or _IRREGULAR
         self.ahead = min(max(self._waiting, 0), self.depth)
+
+    @property
+    def taken_apart(self) -> bool:
+        """Whether another thread than the calling one has taken the last batch."""
+        return self._taker not in (None, threading.get_ident())
 
     def keeps(self, since: int) -> bool:
         """Whether a loop may have yet to train the last batches that it took."""
