@@ -146,7 +146,8 @@ class FakeSession:
     def describe(self) -> str:
         return "stand-in engine"
 
-    def close(self, finished: bool) -> None:
+    def close(self, finished: bool, keep_held: bool = False) -> None:
+        finished = finished and not keep_held
         self.closed = finished
         for handle in self._handles:
             handle.remove()
