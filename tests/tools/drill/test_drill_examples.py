@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 #: Longest time of one drill; it starts Python ten times.
 LIMIT_SECONDS = 900
 CASES = {
