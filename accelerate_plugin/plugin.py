@@ -400,7 +400,7 @@ class MemCheckpointPlugin:
         if self._closed:
             return
         never_begun = not self._begun and self._session is not None and self._session.held is not None
-        if finished and self._watch.place_is_known:
+        if finished and never_begun and self._watch.place_is_known:
             self._restore_once()  # the loop had no step left
         self._closed = True
         self._watch.remove()

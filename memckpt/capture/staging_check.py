@@ -220,7 +220,7 @@ _dtype, _grad = attrgetter("dtype"), attrgetter("grad")
 
 
 def _gradients(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What this rank holds of their gradients."""
+    """Gradients of parameters; of a DTensor's the part that this rank holds."""
     found = list(map(_grad, params))
     return found if set(map(type, found)) <= {torch.Tensor} else list(map(local, found))
 

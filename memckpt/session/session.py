@@ -163,11 +163,11 @@ class Session:
                 self.inexact(doubt)
             elif doubt and self._ranks.rank == 0:
                 _log.warning("memckpt: %s", doubt)
-            self._ordinal.note_open()
             ranks = self._ranks
             place = (arguments.run_dir, ranks.node, ranks.rank, ranks.world_size, self.agent_pid)
             for each in observers:
                 each.begin_session(Watched(model, self._live.optimizers, self._live.tensors, *place))
+            self._ordinal.note_open()
         except BaseException as error:  # an interrupt, too: the caller has no session to close
             self._unhook()
             self._close_parts()

@@ -74,6 +74,14 @@ def train_and_leave(lab: Lab) -> None:
 # Wrong calls
 
 
+def test_a_plugin_that_prepares_nothing_ends(lab: Lab) -> None:
+    def body() -> None:
+        with plugin(lab) as ckpt:
+            assert ckpt.step == 0
+
+    in_child(lab, body)
+
+
 def test_calls_before_prepare(lab: Lab) -> None:
     def body() -> None:
         ckpt = plugin(lab)
