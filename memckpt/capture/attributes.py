@@ -320,7 +320,9 @@ class FoundObjects(Attributes):
         for name, _, one in found:
             shapes[name][one.shape] += 1
         for name, path, one in found:
-            if one.grad_fn is not None or name in self._known or why_not_held(one):
+            # Of a view into something that has been written since, torch does not say whether it is a leaf: it raises.
+            result = one.requires_grad and (one._is_view() or not one.is_leaf)
+            if result or name in self._known or why_not_held(one):
                 continue
             self._plain[path] = weakref.ref(one), _tensor_trace(one)
             held, trace = known.get(path, (None, None))

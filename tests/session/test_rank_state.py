@@ -388,6 +388,21 @@ def test_plain_tensors_that_nobody_carries_are_named_once_they_change(kept: Any,
     assert "model.kept: its tensors change and are not carried" in line
 
 
+@pytest.mark.parametrize("graph", [True, False])
+def test_views_that_a_step_has_left_behind_are_looked_at_without_an_error(graph: bool) -> None:
+    # FSDP keeps such views of its flat parameter.
+    model = torch.nn.Linear(2, 2)
+    with torch.set_grad_enabled(graph):
+        vars(model)["kept"] = [*model.weight.split(1), model.weight.view(4)]
+    said: list[str] = []
+    objects = FoundObjects(lambda: {"model": model}, lambda: (), said.append, "name {!r}")
+    for _ in range(3):
+        objects.state_dict()
+        with torch.no_grad():
+            model.weight.mul_(0.9)
+    assert not said
+
+
 def test_an_object_with_the_model_s_tensors_is_named_once_what_else_it_has_changes() -> None:
     model = torch.nn.Linear(2, 2)
     count = 0
