@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from memckpt.capture.data.iteration import followed
@@ -285,7 +284,8 @@ class FoundObjects(Attributes):
                 if isinstance(one, _CONTAINERS):
                     self._sized.append((one, len(one), _count_kept(one), any(each is None for each in _few(one))))
                 elif isinstance(one, torch.Tensor) and id(own) not in metrics and name not in self._known:
-                    plain.append((name, path, one))
+                    if not why_not_held(one):
+                        plain.append((name, path, one))
                 elif _is_kept(one) and id(one) not in carried:
                     found.setdefault(id(one), {}).setdefault(path, one)
         self._sized += [(own, len(own), _count_kept(own), False) for own, _ in _owners_below(roots)]
@@ -322,7 +322,7 @@ class FoundObjects(Attributes):
         for name, path, one in found:
             # Of a view into something that has been written since, torch does not say whether it is a leaf: it raises.
             result = one.requires_grad and (one._is_view() or not one.is_leaf)
-            if result or name in self._known or why_not_held(one):
+            if result or name in self._known:
                 continue
             self._plain[path] = weakref.ref(one), _tensor_trace(one)
             held, trace = known.get(path, (None, None))
@@ -407,7 +407,7 @@ def modules_beside(modules: Iterable[nn.Module], owners: Mapping[str, object]) -
                 tensors = list(_all_tensors(one))
                 if tensors and known.issuperset(map(id, tensors)):
                     continue
-                if any(is_lazy(each) or why_not_held(each) or each.device not in devices for each in tensors):
+                if any(why_not_held(each) or each.device not in devices for each in tensors):
                     continue
                 inside.update(map(id, one.modules()))
                 known.update(map(id, tensors))

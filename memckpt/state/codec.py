@@ -283,10 +283,10 @@ class _Packer:
         if mesh is not None and isinstance(value, mesh.DTensor):
             self._refuse(path, "torch.distributed.tensor.DTensor")  # its mesh could not be rebuilt here
             return None
-        tensor = value.detach()
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            self._refuse(path, f"torch.Tensor with layout {tensor.layout}")
+        if why := _why_no_bytes(torch, value):
+            self._refuse(path, f"torch.Tensor {why}")
             return None
+        tensor = value.detach()
         name = str(tensor.dtype).removeprefix("torch.")
         data: Any
         if on_host(tensor) or self._fetch is None:
@@ -299,6 +299,21 @@ class _Packer:
         # Products of matrices round by their layout.
         stride = list(tensor.stride())
         return [*found, stride] if not tensor.is_contiguous() and _fills(list(tensor.shape), stride) else found
+
+
+def _why_no_bytes(torch: Any, tensor: Any) -> str:
+    """What keeps a tensor's values from being bytes in one memory, in words; empty if nothing does."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "inside a torch.func transform"
+    if tensor.is_nested or tensor.is_quantized:
+        return "that is nested" if tensor.is_nested else "that is quantized"
+    if tensor.layout != torch.strided:
+        return f"with layout {tensor.layout}"
+    if tensor.is_meta or torch.nn.parameter.is_lazy(tensor):
+        return "without values"
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return f"of class {type(tensor).__qualname__}"
+    return "without memory" if tensor.numel() and not tensor.untyped_storage().nbytes() else ""
 
 
 def _fills(shape: list[int], stride: list[int]) -> bool:

@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from memckpt.state.spec import ITEM_BYTES, Shard, TensorSpec
 
@@ -42,6 +43,8 @@ def why_not_held(tensor: torch.Tensor) -> str:
     """What keeps a tensor's values from being copied and put back, in words; empty if nothing does."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return "a value inside a torch.func transform"
+    if is_lazy(tensor):
+        return "not initialized"
     if tensor.is_nested:
         return "a nested tensor"
     if tensor.layout != torch.strided:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from memckpt.errors import DamagedStateError, UnsupportedStateError
 from memckpt.state import codec
+from tests.support import odd_tensors
 
 scalars = (
     st.none()
@@ -281,6 +282,22 @@ def test_other_types_are_refused_with_their_path(value: Any, path: str, type_nam
     assert type_name in caught.value.type_name
     (found,) = codec.unencodable_paths(value)
     assert found.startswith(path)
+
+
+@pytest.mark.parametrize("name", odd_tensors.NOT_STORED)
+def test_tensors_that_are_no_bytes_in_one_memory_are_refused(name: str) -> None:
+    value = {"kept": odd_tensors.NOT_STORED[name]()}
+    with pytest.raises(UnsupportedStateError) as caught:
+        codec.encode(value)
+    assert caught.value.path == "kept"
+    assert codec.unencodable_paths(value)
+
+
+@pytest.mark.parametrize("name", odd_tensors.STORED)
+def test_tensors_in_odd_states_are_stored(name: str) -> None:
+    tensor = odd_tensors.STORED[name]()
+    assert codec.unencodable_paths({"kept": tensor}) == []
+    assert torch.equal(codec.decode(codec.encode({"kept": tensor}))["kept"].cfloat(), tensor.detach().cfloat())
 
 
 def test_a_shard_is_refused_by_its_type() -> None:
