@@ -80,7 +80,7 @@ class FitState:
         self._attributes.staged = {each for module in modules for each in module.modules()}
         #: What hangs on datamodule and callbacks; the engine looks at the module.
         self._objects = FoundObjects(
-            lambda: {name: each for name, each in attribute_roots(trainer, pl_module).items() if name != "module"},
+            lambda: {name: each for name, each in attribute_roots(trainer, pl_module).items() if each is not pl_module},
             self.carried,
             self.inexact,
             "name {!r} in `attributes`",

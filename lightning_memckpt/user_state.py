@@ -59,7 +59,7 @@ def callbacks_by_key(trainer: pl.Trainer) -> Iterator[tuple[str, pl.Callback]]:
 def attribute_roots(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, object]:
     """Root objects for names of plain attributes: a callback by its state key, and by its class if that is unique."""
     untyped: Any = trainer
-    roots: dict[str, object] = {"module": pl_module}
+    roots: dict[str, object] = {"module": pl_module, "model": pl_module}  # as the engine's findings name it
     if untyped.datamodule is not None:
         roots["datamodule"] = untyped.datamodule
     classes = [type(callback).__name__ for callback in untyped.callbacks]

@@ -10,6 +10,7 @@ import array
 import copy
 import functools
 import itertools
+import sys
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -38,6 +39,9 @@ _LOOK_EVERY = 64
 _OTHERS = (nn.Module, torch.optim.Optimizer, DataLoader)
 #: Our own packages: their objects hold what is carried already.
 _OURS = frozenset({"memckpt", "lightning_memckpt", "accelerate_plugin", "transformers_memckpt"})
+_LIBRARIES = _OURS.union(
+    sys.stdlib_module_names, ("torch", "numpy", "lightning", "pytorch_lightning", "accelerate", "transformers")
+)
 _CONTAINERS = (dict, list, tuple, deque)
 #: Attributes of each module: torch looks into these.
 MODULE_NAMES = frozenset(vars(nn.Module()))
@@ -283,9 +287,8 @@ class FoundObjects(Attributes):
             for path, one in _members(name, own[attribute]):
                 if isinstance(one, _CONTAINERS):
                     self._sized.append((one, len(one), _count_kept(one), any(each is None for each in _few(one))))
-                elif isinstance(one, torch.Tensor) and id(own) not in metrics and name not in self._known:
-                    if not why_not_held(one):
-                        plain.append((name, path, one))
+                elif isinstance(one, torch.Tensor) and id(own) not in metrics:
+                    plain.append((name, path, one))
                 elif _is_kept(one) and id(one) not in carried:
                     found.setdefault(id(one), {}).setdefault(path, one)
         self._sized += [(own, len(own), _count_kept(own), False) for own, _ in _owners_below(roots)]
@@ -314,9 +317,10 @@ class FoundObjects(Attributes):
         a result else.
         """
         known, self._plain = self._plain, {}
-        staged = [one for one in staged if not why_not_held(one)]
+        staged = [one for one in {id(each): each for each in staged}.values() if not why_not_held(one)]
         trained = Counter(one.shape for one in staged if one.requires_grad)
         shapes: defaultdict[str, Counter[torch.Size]] = defaultdict(Counter)
+        found = [each for each in found if not why_not_held(each[2])]
         for name, _, one in found:
             shapes[name][one.shape] += 1
         for name, path, one in found:
@@ -470,10 +474,20 @@ def _set(holder: Any, last: str, value: Any) -> None:
 
 
 def _owners_below(roots: Mapping[str, object]) -> Iterator[tuple[dict[str, Any], str]]:
-    """The attributes of the roots and of modules below them, as dicts, with the owners' names."""
+    """The attributes, as dicts, of the roots, of modules below them, and of objects of a script's classes on these.
+
+    Each comes with its owner's name. An object of a script's class may be an average of the weights, without a state.
+    """
+    met: set[int] = set()
     for root, held in roots.items():
         for path, owner in held.named_modules() if isinstance(held, nn.Module) else [("", held)]:
-            yield getattr(owner, "__dict__", {}), ".".join(filter(None, (root, path)))
+            own, start = getattr(owner, "__dict__", {}), ".".join(filter(None, (root, path)))
+            yield own, start
+            for attribute in [each for each in own if each not in MODULE_NAMES]:
+                for name, one in _members(f"{start}.{attribute}", own[attribute]):
+                    if _is_stateless(one) and id(one) not in met:
+                        met.add(id(one))
+                        yield getattr(one, "__dict__", {}), name
 
 
 def _attributes_below(roots: Mapping[str, object]) -> Iterator[tuple[dict[str, Any], str, str]]:
@@ -538,6 +552,18 @@ def _is_kept(value: Any) -> bool:
     """Whether it is such an object, or a module."""
     kind = type(value)
     return kind not in _PLAIN and (_is_object(value) or issubclass(kind, nn.Module))
+
+
+def _is_stateless(value: Any) -> bool:
+    """Whether it is of a script's class that has no state to capture."""
+    kind: Any = type(value)
+    return _is_stateless_class(kind)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_stateless_class(kind: Any) -> bool:
+    library = kind.__module__.partition(".")[0] in _LIBRARIES
+    return not (library or issubclass(kind, (*_OTHERS, type, torch.Tensor)) or _is_object_class(kind))
 
 
 def _count_kept(container: Any) -> int:

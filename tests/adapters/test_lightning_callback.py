@@ -338,6 +338,15 @@ def test_an_attribute_that_is_not_there(name: str, tmp_path: Path, sessions: Ses
         trainer(tmp_path, protected, Level(1)).fit(Small(), loader())
 
 
+@pytest.mark.parametrize("name", ["module.held", "model.held"])
+def test_an_attribute_of_the_module_has_the_name_that_findings_give_it_too(
+    name: str, tmp_path: Path, sessions: Sessions
+) -> None:
+    model = Small()
+    model.held = {"weight": torch.ones(2)}
+    trainer(tmp_path, MemCheckpoint(tmp_path / "run", attributes=[name]), Level(1)).fit(model, loader())
+
+
 class HoldsAScheduler(torch.optim.lr_scheduler.LRScheduler):
     """As warm-up wrappers do, whose state_dict() then has the object in it."""
 

@@ -30,6 +30,26 @@ def _still(change: str) -> Piece:
     )
 
 
+def _average(first: str, update: str, ends: str, said: str = "") -> Piece:
+    """An average as tutorials write it, of a class without a state."""
+    return Piece(
+        top="import copy\nclass EMA:\n"
+        "    def __init__(self, model):\n"
+        f"        self.shadow = {first}\n"
+        "    def update(self, model):\n"
+        f"        for n, p in model.named_parameters():\n            {update}",
+        made="model.ema = EMA(model)",
+        behind="model.ema.update(model)",
+        ends=f"shadow=model.ema.shadow{ends}",
+        clash=_f("copy", "extra"),
+        said=said,
+    )
+
+
+_CLONES = "{n: p.data.clone() for n, p in model.named_parameters()}"
+_NOT_CARRIED = "its tensors change and are not carried"
+
+
 def _target(follow: str) -> Piece:
     """A copy of the head that follows it every few steps."""
     return Piece(
@@ -250,6 +270,15 @@ PIECES: dict[str, Piece] = {
         ends="hidden=model.hidden[0].state_dict()",
         wants=LINEAR,
         clash=_f("copy", "extra"),
+    ),
+    "average of a class replaced": _average(
+        _CLONES, "self.shadow[n] = 0.9 * self.shadow[n] + 0.1 * p.data", "", _NOT_CARRIED
+    ),
+    "average of a class written": _average(
+        _CLONES, "self.shadow[n].mul_(0.9).add_(p.data, alpha=0.1)", "", _NOT_CARRIED
+    ),
+    "average of a class copied": _average(
+        "copy.deepcopy(model)", "self.shadow.get_parameter(n).data.lerp_(p.data, 0.1)", ".state_dict()"
     ),
     "activation replaced": Piece(
         made="model.last = nn.Tanh()",
