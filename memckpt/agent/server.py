@@ -327,7 +327,7 @@ class Agent:
         match message:
             case said.Prepare():
                 self._auditing.drop_group(trainer.unit)  # its memory is about to be let go of
-                if message.discard:
+                if message.discard and attempt.is_first_to_discard(trainer):
                     self._groups.discard(attempt)
                 generation = group.prepare(trainer.rank, message)
                 prepared = said.Prepared(generation.number, generation.spec, begins=message.record)

@@ -30,6 +30,8 @@ class TrainerHandle:
     left: bool = False
     #: When it left, by the monotonic clock.
     left_at: float = 0.0
+    #: How often it has asked to drop what is held.
+    discards: int = 0
 
 
 @dataclass
@@ -40,6 +42,15 @@ class Attempt:
     world_size: int
     local_ranks: tuple[int, ...]
     trainers: dict[int, TrainerHandle] = field(default_factory=dict)
+    #: How often what is held has been dropped.
+    discards: int = 0
+
+    def is_first_to_discard(self, trainer: TrainerHandle) -> bool:
+        """Whether a rank's wish to drop what is held is new: all ranks ask, and others have begun anew since."""
+        trainer.discards += 1
+        is_first = trainer.discards > self.discards
+        self.discards += is_first
+        return is_first
 
     def living(self) -> list[TrainerHandle]:
         return [trainer for trainer in self.trainers.values() if trainer.process.alive() and not trainer.left]

@@ -15,7 +15,7 @@ from memckpt.agent.group import Group
 from memckpt.agent.groups import Groups
 from memckpt.config import StorageConfig
 from memckpt.errors import AgentError
-from memckpt.processes.attempt import Attempt
+from memckpt.processes.attempt import Attempt, TrainerHandle
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.storing import Saved, SaveFailed
 from memckpt.protocol.trainer import Commit, Configure, GenerationCommit, Hello, Launcher, Prepare, Resume
@@ -90,6 +90,20 @@ def test_the_generation_before_goes_once_a_record_shows_that_all_have_the_newer_
     one.commits(0, 7)
     assert list(one.group.generations.standing_still()) == [4, 5, 6, 7]
     assert one.group.nbytes == both // 2
+
+
+def test_ranks_that_drop_what_is_held_leave_what_others_have_begun(units: Callable[..., Unit]) -> None:
+    """Each rank asks, as a run goes on from storage: what the first ones have prepared is of the new timeline."""
+    apart = [units((rank,), 2) for rank in range(2)]
+    attempt, process = Attempt("n", 2, (0, 1)), cast("Any", None)
+    ranks = [TrainerHandle(rank, (rank,), process, process, 1) for rank in range(2)]
+    for record, timeline in ((3, T1), (1, T2)):  # the newest state may be damaged
+        for trainer, unit in zip(ranks, apart, strict=True):
+            if attempt.is_first_to_discard(trainer):
+                for each in apart:
+                    each.group.discard()
+            unit.group.prepare(trainer.rank, Prepare(unit.spec, timeline, 1, None, True, record))
+        assert [unit.group.history for unit in apart] == [(Branch(timeline, None),)] * 2
 
 
 def test_generations_are_few_while_peers_stand_still(
