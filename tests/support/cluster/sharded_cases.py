@@ -353,13 +353,14 @@ def _locals(value: Any) -> Any:
 
 # Attempts
 
+_OTHER_RANKS = "the ranks, or their shards, are not those"
 #: Valid reasons for not repeating the step of a resumed record.
 UNCHECKED = (
     "a generation began at record",
     "the replica has gone past record",
     "came from other nodes, without the one before it",
     "storage does not have the state from which",
-    "the ranks, or their shards, are not those",
+    _OTHER_RANKS,
     "had not laid out its buckets for good before that step",
 )
 
@@ -418,7 +419,8 @@ def check_verdict(attempt: Job, ahead: bool = False) -> set[str]:
     reasons = (*UNCHECKED, "is not held any more") if ahead or proceeds else UNCHECKED
     for verdict, line in verdicts:
         if line != "no step was compared: nothing was resumed":
-            assert verdict == "equal", f"{verdict}: {line}"
+            # What other ranks, or shards, go on with was never theirs: no sample is of it.
+            assert verdict == ("none" if _OTHER_RANKS in line else "equal"), f"{verdict}: {line}"
             assert "no step was compared" not in line or any(reason in line for reason in reasons), line
     assert len(verdicts) <= 1, verdicts
     if any(noted(attempt, "restored")) and not verdicts:
