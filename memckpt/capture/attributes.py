@@ -278,20 +278,22 @@ class FoundObjects(Attributes):
         modules = [each for each in chain(roots.values(), elsewhere) if isinstance(each, nn.Module)]
         carried = {id(each) for each in chain(elsewhere, *(module.modules() for module in modules))}
         metrics = {id(vars(one)) for module in modules for one in module.modules() if is_metric(one)}
-        plain: list[tuple[str, str, torch.Tensor]] = []
+        plain: list[tuple[str, str, torch.Tensor, bool]] = []
         found: dict[int, dict[str, Any]] = {}
         self._empty, self._sized, self._stateless, self._unchanged = [], [], [], []
-        for own, attribute, name in _attributes_below(roots):
+        for own, attribute, name, of_object in _attributes_below(roots):
             if own[attribute] is None:
                 self._empty.append((own, attribute))
             for path, one in _members(name, own[attribute]):
-                if isinstance(one, _CONTAINERS):
+                kind = type(one)
+                if _is_container(one):
                     self._sized.append((one, len(one), _count_kept(one), any(each is None for each in _few(one))))
-                elif isinstance(one, torch.Tensor) and id(own) not in metrics:
-                    plain.append((name, path, one))
-                elif _is_kept(one) and id(one) not in carried:
+                elif issubclass(kind, torch.Tensor) and id(own) not in metrics:
+                    plain.append((name, path, one, of_object))
+                # An object's other objects are its own business: they may be there to be given to another.
+                elif id(one) not in carried and (issubclass(kind, nn.Module) if of_object else _is_kept(one)):
                     found.setdefault(id(one), {}).setdefault(path, one)
-        self._sized += [(own, len(own), _count_kept(own), False) for own, _ in _owners_below(roots)]
+        self._sized += [(own, len(own), _count_kept(own), False) for own, _, _ in _owners_below(roots)]
         staged = {_address(one) for each in modules for one in _staged(each)} - {None}
         names, first_names = [], {}
         for known, paths in found.items():
@@ -309,21 +311,24 @@ class FoundObjects(Attributes):
         self._watch_tensors(plain, [one for each in modules for one in _staged(each)], [*tensors_in(elsewhere)])
 
     def _watch_tensors(
-        self, found: list[tuple[str, str, torch.Tensor]], staged: list[torch.Tensor], carried: list[torch.Tensor]
+        self,
+        found: list[tuple[str, str, torch.Tensor, bool]],
+        staged: list[torch.Tensor],
+        carried: list[torch.Tensor],
     ) -> None:
         """Say of which attribute tensors change that nobody carries: averages, say, which are no buffers.
 
-        What is new in each step is an average where its container has tensors of the shapes of all that is trained, and
-        a result else.
+        What is new in each step, or belongs to an object of a script's class, is an average where there are tensors of
+        the shapes of all that is trained, and a result, or scratch memory, else.
         """
         known, self._plain = self._plain, {}
         staged = [one for one in {id(each): each for each in staged}.values() if not why_not_held(one)]
         trained = Counter(one.shape for one in staged if one.requires_grad)
         shapes: defaultdict[str, Counter[torch.Size]] = defaultdict(Counter)
         found = [each for each in found if not why_not_held(each[2])]
-        for name, _, one in found:
+        for name, _, one, _ in found:
             shapes[name][one.shape] += 1
-        for name, path, one in found:
+        for name, path, one, of_object in found:
             # Of a view into something that has been written since, torch does not say whether it is a leaf: it raises.
             result = one.requires_grad and (one._is_view() or not one.is_leaf)
             if result or name in self._known:
@@ -332,7 +337,8 @@ class FoundObjects(Attributes):
             held, trace = known.get(path, (None, None))
             if held is None or (held() is one and self._plain[path][1] == trace):
                 continue
-            if held() is one or (path != name and shapes[name] >= trained):
+            is_average = bool(trained) and path != name and shapes[name] >= trained
+            if is_average or (held() is one and not of_object):
                 views = {*map(_storage, staged)}
                 if _storage(one) not in views and not any(each is one or same(each, one) for each in carried):
                     self._known.add(name)
@@ -404,7 +410,7 @@ def modules_beside(modules: Iterable[nn.Module], owners: Mapping[str, object]) -
     looked: Mapping[str, object] = owners
     while looked:
         new: dict[str, nn.Module] = {}
-        for own, attribute, name in _attributes_below(looked):
+        for own, attribute, name, _ in _attributes_below(looked):
             for path, one in _members(name, own[attribute]):
                 if not issubclass(type(one), nn.Module) or id(one) in inside or isinstance(one, torch.jit.ScriptModule):
                     continue
@@ -473,39 +479,53 @@ def _set(holder: Any, last: str, value: Any) -> None:
         setattr(holder, last, value)
 
 
-def _owners_below(roots: Mapping[str, object]) -> Iterator[tuple[dict[str, Any], str]]:
+def _owners_below(roots: Mapping[str, object]) -> Iterator[tuple[dict[str, Any], str, bool]]:
     """The attributes, as dicts, of the roots, of modules below them, and of objects of a script's classes on these.
 
-    Each comes with its owner's name. An object of a script's class may be an average of the weights, without a state.
+    Each comes with its owner's name, and whether that is such an object: an average without a state, say.
     """
     met: set[int] = set()
     for root, held in roots.items():
         for path, owner in held.named_modules() if isinstance(held, nn.Module) else [("", held)]:
-            own, start = getattr(owner, "__dict__", {}), ".".join(filter(None, (root, path)))
-            yield own, start
+            own, start = _attributes_of(owner), ".".join(filter(None, (root, path)))
+            yield own, start, False
             for attribute in [each for each in own if each not in MODULE_NAMES]:
                 for name, one in _members(f"{start}.{attribute}", own[attribute]):
                     if _is_stateless(one) and id(one) not in met:
                         met.add(id(one))
-                        yield getattr(one, "__dict__", {}), name
+                        yield _attributes_of(one), name, True
 
 
-def _attributes_below(roots: Mapping[str, object]) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """Each attribute there, without those that each module has: dict, key, name."""
-    for own, start in _owners_below(roots):
-        for name in list(own):
-            if name not in MODULE_NAMES:
-                yield own, name, f"{start}.{name}"
+def _attributes_of(owner: object) -> dict[str, Any]:
+    """Its attributes, without a call of its code: an object may stand for one that is elsewhere, or is gone."""
+    try:
+        found = object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        return {}
+    return found if type(found) is dict else {}
+
+
+def _attributes_below(roots: Mapping[str, object]) -> Iterator[tuple[dict[str, Any], str, str, bool]]:
+    """Each attribute there, without those that each module has: dict, key, name, and whether it is an object's."""
+    for own, start, of_object in _owners_below(roots):
+        for name in [each for each in own if each not in MODULE_NAMES]:
+            yield own, name, f"{start}.{name}", of_object
+
+
+def _is_container(value: Any) -> bool:
+    """Asks the class, as all below do: a proxy would ask what it stands for."""
+    return issubclass(type(value), _CONTAINERS)
 
 
 def _members(name: str, value: Any, depth: int = 2) -> Iterator[tuple[str, Any]]:
     """A value, or the members of a container and of containers in it, by dotted name; containers, too."""
     yield name, value
-    if depth and isinstance(value, _CONTAINERS):
-        named = ((_label(key), one) for key, one in value.items()) if isinstance(value, dict) else enumerate(value)
+    if depth and _is_container(value):
+        named = value.items() if issubclass(type(value), dict) else enumerate(value)
         inner = depth - 1 if len(value) <= _FEW_MEMBERS else 0
-        for label, one in itertools.islice(named, _MOST_MEMBERS):
-            if label != "" and (inner or not isinstance(one, _CONTAINERS)):
+        for key, one in list(itertools.islice(named, _MOST_MEMBERS)):  # at once: other threads may write to it
+            label = _label(key)
+            if label != "" and (inner or not _is_container(one)):
                 yield from _members(f"{name}.{label}", one, inner)
 
 
@@ -526,7 +546,7 @@ def _key_of(held: dict[Any, Any], part: str) -> Any:
 
 def _few(value: Any) -> Iterator[Any]:
     """The first and the last members of a container, where new ones come."""
-    if not isinstance(value, _CONTAINERS):
+    if not _is_container(value):
         return iter(())
     members = value.values() if isinstance(value, dict) else value
     first = itertools.islice(members, _FEW_MEMBERS)
@@ -570,7 +590,7 @@ def _count_kept(container: Any) -> int:
     """Members of a container, or of an object's attributes, that are, or have, such an object or module."""
     own = isinstance(container, dict) and "_parameters" in container
     members = [one for key, one in container.items() if key not in MODULE_NAMES] if own else _few(container)
-    return sum(any(map(_is_kept, _few(one))) if isinstance(one, _CONTAINERS) else _is_kept(one) for one in members)
+    return sum(any(map(_is_kept, _few(one))) if _is_container(one) else _is_kept(one) for one in members)
 
 
 def _module_trace(module: nn.Module) -> list[Any]:

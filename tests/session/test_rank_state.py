@@ -374,7 +374,7 @@ def _lerp(averages: Any) -> None:
         (lambda weight: {"average": weight, "of_bias": weight[0]}, _lerp),
         (lambda weight: SimpleEMA({"average": weight, "of_bias": weight[0]}), lambda kept: _lerp(kept.shadow)),
         (lambda weight: weight, lambda kept: kept.data.mul_(0.9)),
-        (lambda weight: SimpleEMA({"weight": weight}), lambda kept: kept.shadow["weight"].mul_(0.9)),
+        (lambda weight: SimpleEMA([weight, weight[0]]), lambda kept: kept.shadow[0].mul_(0.9)),
     ],
 )
 def test_plain_tensors_that_nobody_carries_are_named_once_they_change(kept: Any, change: Any) -> None:
@@ -416,6 +416,31 @@ def test_tensors_in_odd_states_are_looked_at_without_an_error(name: str) -> None
     for _ in range(3):
         objects.state_dict()
     assert not said
+
+
+class Stub:
+    """Stands for an object that is elsewhere: each attribute is a call."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"{name} was asked for")
+
+
+def test_what_else_an_object_of_the_script_has_is_its_own_business() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.helper = helper = SimpleEMA(torch.zeros(3))  # type: ignore[assignment]
+    helper.log = Counter()  # type: ignore[attr-defined]
+    helper.stub = Stub()  # type: ignore[attr-defined]
+    helper.gone = weakref.proxy(Average(0))  # type: ignore[attr-defined]
+    vars(model).update(stub=Stub(), gone=weakref.proxy(Average(0)))
+    said: list[str] = []
+    objects = FoundObjects(lambda: {"model": model}, lambda: (), said.append, "name {!r}")
+    for _ in range(9):
+        helper.shadow.normal_()  # scratch memory
+        assert not objects.state_dict()
+    assert not said
+    assert modules_beside([model], {"model": model}) == {}
 
 
 def test_an_object_with_the_model_s_tensors_is_named_once_what_else_it_has_changes() -> None:
