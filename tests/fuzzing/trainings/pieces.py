@@ -13,10 +13,10 @@ def _f(*words: str) -> frozenset[str]:
     return frozenset(words)
 
 
-def _schedule(made: str, behind: str = "schedule.step()") -> Piece:
+def _schedule(made: str, behind: str = "schedule.step()", *clash: str) -> Piece:
     """A schedule of the first optimizer's rate, which is registered."""
     attached = "session.register('schedule', schedule)"
-    return Piece(made=made, attached=attached, behind=behind, clash=_f("lr", "tensor"))
+    return Piece(made=made, attached=attached, behind=behind, clash=_f("lr", "tensor", *clash))
 
 
 def _still(change: str) -> Piece:
@@ -588,7 +588,9 @@ PIECES: dict[str, Piece] = {
     ),
     "cyclic with momentum": _schedule(
         "schedule = torch.optim.lr_scheduler.CyclicLR(opts[0], 0.001, 0.05, 3, cycle_momentum='momentum' in "
-        "opts[0].defaults)"
+        "opts[0].defaults)",
+        "schedule.step()",
+        "groups",  # it has the momentum of those that were there
     ),
     "sequence of schedules": _schedule(
         code("""
