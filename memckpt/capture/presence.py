@@ -175,10 +175,6 @@ class PendingGradients:
         self._assumed.clear()
         self._blocked = 0
 
-    def waits(self, param: torch.Tensor) -> bool:
-        """Whether the parameter's gradient is one of those that were left over at the end of the last batch."""
-        return self._families.get(id(param)) in self._left
-
     def _leave(self, family: Family, assumed: bool) -> None:
         if assumed:
             self._assumed.add(family)

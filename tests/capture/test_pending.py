@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from memckpt.capture.live_state import LiveState
-from memckpt.capture.presence import DroppedGradients, describe_gradients, restore_gradients
+from memckpt.capture.presence import DroppedGradients, PendingGradients, describe_gradients, restore_gradients
 from memckpt.state import codec
 from memckpt.state.tensors import version
 from tests.support.trainings import engine_steps
@@ -143,6 +143,29 @@ def test_gradients_that_are_kept_beside_the_next_and_then_read() -> None:
     for _ in range(2):
         sum((one * other).sum() for one, other in zip(before, gradients_of(model), strict=True))
     assert len(told) == 1
+
+
+@pytest.mark.parametrize("use", ["none", "read", "added to"])
+def test_gradients_of_a_skipped_step_stand_for_others_behind_a_resume(use: str) -> None:
+    """They are assumed to be dropped: zeros of them that are read are no less wrong than those of a step."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    live, told, failed = LiveState(model, [optimizer], {}), list[str](), list[str]()
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    DroppedGradients(live, list(model.parameters()), told.append)
+    pending = PendingGradients([optimizer], failed.append)
+    pending.resume({"thrown_away": [[[0], True]], "left": [[0]]})
+    live.left.known = True
+    if use == "read":
+        nn.utils.get_total_norm(gradients_of(model))
+    if use != "added to":
+        optimizer.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    with torch.no_grad():  # as in a hook
+        pending.seen(model.weight)
+    live.left.compare_gradients("family", list(model.parameters()), model.weight)
+    assert (len(told), len(failed)) == (use == "read", use == "added to")
 
 
 @pytest.mark.parametrize("zeroed", [False, True])

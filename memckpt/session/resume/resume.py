@@ -489,10 +489,10 @@ class Resumption:
         )
         self._pending.regroup()
         if "gradients" in chosen.state:
-            # Zeros stand for gradients that no record holds; pending ones are marked.
+            # Zeros stand for gradients that no record holds, those of a skipped step, too.
             dropped = restore_gradients(self._live, chosen.state["gradients"])
+            DroppedGradients(self._live, dropped, self._proof.depart)
             self._pending.resume(chosen.state["pending"])
-            DroppedGradients(self._live, [one for one in dropped if not self._pending.waits(one)], self._proof.depart)
         return report
 
     def tell_journal(self, report: RestoreReport) -> None:
