@@ -285,13 +285,12 @@ class FoundObjects(Attributes):
             if own[attribute] is None:
                 self._empty.append((own, attribute))
             for path, one in _members(name, own[attribute]):
-                kind = type(one)
                 if _is_container(one):
                     self._sized.append((one, len(one), _count_kept(one), any(each is None for each in _few(one))))
-                elif issubclass(kind, torch.Tensor) and id(own) not in metrics:
+                elif issubclass(type(one), torch.Tensor) and id(own) not in metrics:
                     plain.append((name, path, one, of_object))
                 # An object's other objects are its own business: they may be there to be given to another.
-                elif id(one) not in carried and (issubclass(kind, nn.Module) if of_object else _is_kept(one)):
+                elif id(one) not in carried and (issubclass(type(one), nn.Module) if of_object else _is_kept(one)):
                     found.setdefault(id(one), {}).setdefault(path, one)
         self._sized += [(own, len(own), _count_kept(own), False) for own, _, _ in _owners_below(roots)]
         staged = {_address(one) for each in modules for one in _staged(each)} - {None}
@@ -329,7 +328,7 @@ class FoundObjects(Attributes):
         for name, _, one, _ in found:
             shapes[name][one.shape] += 1
         for name, path, one, of_object in found:
-            # Of a view into something that has been written since, torch does not say whether it is a leaf: it raises.
+            # A view that a write to its base has left behind raises an error where it is asked whether it is a leaf.
             result = one.requires_grad and (one._is_view() or not one.is_leaf)
             if result or name in self._known:
                 continue
@@ -524,8 +523,7 @@ def _members(name: str, value: Any, depth: int = 2) -> Iterator[tuple[str, Any]]
         named = value.items() if issubclass(type(value), dict) else enumerate(value)
         inner = depth - 1 if len(value) <= _FEW_MEMBERS else 0
         for key, one in list(itertools.islice(named, _MOST_MEMBERS)):  # at once: other threads may write to it
-            label = _label(key)
-            if label != "" and (inner or not _is_container(one)):
+            if (label := _label(key)) != "" and (inner or not _is_container(one)):
                 yield from _members(f"{name}.{label}", one, inner)
 
 
@@ -564,7 +562,7 @@ def _is_object_class(kind: type[Any]) -> bool:
     if issubclass(kind, rng.GENERATOR_TYPES):
         return True
     methods = (getattr(kind, name, None) for name in ("state_dict", "load_state_dict"))
-    other = issubclass(kind, (*_OTHERS, type)) or kind.__module__.partition(".")[0] in _OURS
+    other = issubclass(kind, (*_OTHERS, type)) or str(kind.__module__).partition(".")[0] in _OURS
     return not other and all(map(callable, methods))
 
 
@@ -582,7 +580,7 @@ def _is_stateless(value: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_stateless_class(kind: Any) -> bool:
-    library = kind.__module__.partition(".")[0] in _LIBRARIES
+    library = str(kind.__module__).partition(".")[0] in _LIBRARIES  # a class may have a property of that name
     return not (library or issubclass(kind, (*_OTHERS, type, torch.Tensor)) or _is_object_class(kind))
 
 

@@ -422,6 +422,7 @@ class Stub:
     """Stands for an object that is elsewhere: each attribute is a call."""
 
     __slots__ = ()
+    __module__ = property(lambda self: "")  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(f"{name} was asked for")
