@@ -11,7 +11,7 @@ import copy
 import sys
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from enum import Enum
 from math import prod
 from pathlib import PurePath
@@ -204,6 +204,8 @@ class _Packer:
             return packed
         if kind is dict:
             if _STRINGS.issuperset(map(type, value)):
+                if _PLAIN.issuperset(map(type, value.values())):
+                    return value.copy()
                 return {
                     key: item if type(item) in _PLAIN else self.pack(item, _join(path, key))
                     for key, item in value.items()
@@ -213,7 +215,9 @@ class _Packer:
             return [_MARK + "tuple", *self._items(value, path)]
         return self._rare(value, path)
 
-    def _items(self, values: Iterable[Any], path: str) -> list[Any]:
+    def _items(self, values: Collection[Any], path: str) -> list[Any]:
+        if _PLAIN.issuperset(map(type, values)):
+            return list(values)
         return [
             item if type(item) in _PLAIN else self.pack(item, _join(path, index)) for index, item in enumerate(values)
         ]
