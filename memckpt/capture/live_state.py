@@ -50,7 +50,7 @@ from memckpt.state.spec import (
     TensorSpec,
     is_ours,
 )
-from memckpt.state.tensors import has_usual_strides, is_dtensor, local, shard_of, why_not_held
+from memckpt.state.tensors import has_usual_strides, is_dense, is_dtensor, local, shard_of, why_not_held
 
 #: Buffers up to this size are copied with every record, without checking whether they change.
 SMALL_BYTES = 64 << 10
@@ -559,7 +559,8 @@ class LiveState:
         self, described: TensorSpec, param: torch.Tensor, owners: list[tuple[int, int]], request: SpecRequest
     ) -> ParamSpec:
         specs = []
-        whole = not local(param).is_contiguous() or param.dtype not in (torch.float32, torch.float64)
+        here = local(param)
+        whole = not here.is_contiguous() or param.dtype not in (torch.float32, torch.float64)
         for index, group_index in owners:
             optimizer = self.optimizers[index]
             group = optimizer.param_groups[group_index]
@@ -572,7 +573,8 @@ class LiveState:
         said = getattr(param, "grad_dtype", None) or param.dtype
         grad_dtype = self.growth.grad_dtypes.get(described.name) or dtype_name(said)
         other = grad_dtype if grad_dtype != described.dtype else ""
-        return ParamSpec(described, tuple(specs), whole or sparse_bytes > 0 or bool(other), sparse_bytes, other)
+        stride = tuple(here.stride()) if is_dense(here) and not here.is_contiguous() else ()
+        return ParamSpec(described, tuple(specs), whole or sparse_bytes > 0 or bool(other), sparse_bytes, other, stride)
 
     def _optimizer_spec(self, index: int, request: SpecRequest) -> OptimizerSpec:
         optimizer = self.optimizers[index]

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from memckpt.capture.live_state import values_of
 from memckpt.capture.slot_writer import SlotWriter
-from memckpt.state.tensors import UNCOUNTED, Fixed, bits_of, local, version, why_not_held
+from memckpt.state.tensors import UNCOUNTED, Fixed, bits_of, is_dense, local, version, why_not_held
 
 #: A sample is WINDOW elements out of every SPACING. Neighbours share a cache line: a strided sample of as many elements
 #: takes several times as long.
@@ -51,7 +51,7 @@ class _Sample:
         few = sum(one.nbytes for one in held.values()) <= WHOLE_BYTES
         self._whole = set(held) if few and windows else {*whole}
         #: Whether all can be read where they are; copies of the others are made in each check.
-        self._dense = all(map(_is_dense, held.values()))
+        self._dense = all(map(is_dense, held.values()))
         #: Tensors in turn, and the first byte of the part that is compared whole.
         self._turns = [index for index in held if index not in self._whole]
         self._turn_start = 0
@@ -275,16 +275,10 @@ def _memory_of(tensor: torch.Tensor) -> memoryview:
     held = local(tensor).detach()
     if not held.numel() or not held.data_ptr():  # no elements, or their memory is given up, as wrappers do meanwhile
         return memoryview(b"")
-    if not _is_dense(held):
+    if not is_dense(held):
         copied = bits_of(held.clone(memory_format=torch.contiguous_format))
         return memoryview(copied.numpy().tobytes())
     return memoryview((ctypes.c_char * held.nbytes).from_address(held.data_ptr()))
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie one beside the other: also in channels_last, and in other permutations."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return last == tensor.numel() - 1 and 0 not in tensor.stride()
 
 
 class StaticWatch:

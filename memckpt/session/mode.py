@@ -16,6 +16,7 @@ from memckpt.session.ranks import Ranks
 from memckpt.state.layout import Layout
 from memckpt.state.optimizers import attributes, is_elementwise, is_importable, why_not_on_host
 from memckpt.state.spec import StateSpec
+from memckpt.state.tensors import is_dense, local
 
 _log = logging.getLogger("memckpt")
 #: Size of T + D records, in bytes, up to which lazy redo is always chosen.
@@ -313,10 +314,8 @@ def choose_redo(
         if reason := why_not_on_host(optimizer):
             return _lazy_instead(config, reason)
         stepped = [param for group in optimizer.param_groups for param in group["params"]]
-        if not is_elementwise(optimizer) and not all(param.is_contiguous() for param in stepped):
-            return _lazy_instead(
-                config, f"{name} sums over rows, which a replica lays out otherwise than the model does"
-            )
+        if not all(local(param).is_contiguous() or is_dense(local(param)) for param in stepped):
+            return _lazy_instead(config, f"{name} steps a tensor with gaps in its memory, and a replica has none")
     if config.redo != "auto":
         return config.redo, "as configured"
     if device.type != "cpu":

@@ -21,7 +21,7 @@ from memckpt.state.layout import Layout
 from memckpt.state.optimizers import dtype_of, may_change_gradients, on_host, without_global_hooks
 from memckpt.state.records import GradientOp, RecordMeta, SparseGradient, SubStep
 from memckpt.state.spec import ITEM_BYTES
-from memckpt.state.tensors import give_gradient
+from memckpt.state.tensors import give_gradient, with_strides
 
 OptimizerFactory = Callable[[int, list[dict[str, Any]]], Optimizer]
 #: Elements advanced together; bounds the temporaries that factors are multiplied into.
@@ -197,6 +197,9 @@ class RedoGroup:
         groups = codec.decode(sub_step.groups)
         optimizer = self._optimizer(sub_step.optimizer, on_host(groups) if device == "cpu" else groups)
         changes = may_change_gradients(optimizer)
+        homes = [redo_target.parameter.data for redo_target in redo_targets]
+        for redo_target in redo_targets:
+            self._lay_out(redo_target, sub_step.optimizer)
         for redo_target, cut in self.stepped(sub_step):
             gradient = gradients(meta, sub_step, redo_target.param, cut)
             if gradient is None:
@@ -206,7 +209,6 @@ class RedoGroup:
             if used is gradient and changes:
                 used = used.clone()  # the slot's bytes must not change
             give_gradient(redo_target.parameter, _laid_out_as(redo_target.parameter, used))
-        homes = [redo_target.parameter.data for redo_target in redo_targets]
         # What is redone beside others depends on no setting of the whole process: it may be cut into pieces.
         own_thread = not any(self._layout.spec.params[one.param].whole for one in redo_targets)
         with as_recorded(ambient.decode(sub_step.ambient), device, own_thread):
@@ -217,6 +219,17 @@ class RedoGroup:
             state = optimizer.state.get(redo_target.parameter)
             if state is not None:
                 redo_target.states[sub_step.optimizer] = state
+
+    def _lay_out(self, redo_target: RedoTarget, optimizer: int) -> None:
+        """Have the parameter and its state in memory as in training; what is brought home is in its order again."""
+        parameter, stride = redo_target.parameter, self._layout.spec.params[redo_target.param].stride
+        if not stride or parameter.stride() == stride:
+            return
+        parameter.data = with_strides(parameter.data, stride)
+        states = redo_target.states[optimizer]
+        for key, value in states.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                states[key] = with_strides(value, stride)
 
 
 def bring_home(parameter: torch.nn.Parameter, home: torch.Tensor) -> None:

@@ -183,6 +183,8 @@ class ParamSpec(msgspec.Struct, frozen=True, array_like=True):
     whole: bool  #: it must not be cut (shape-aware optimizers, sparse gradients, bf16 tails)
     sparse_bytes: int  #: room for one of torch's sparse gradients, 0 for a dense one
     other_grad_dtype: str = ""  #: dtype of its gradients if it is not its own
+    #: Strides in the memory of training, in elements; empty if row by row. Kernels round by the order in memory.
+    stride: tuple[int, ...] = ()
 
     @property
     def grad_dtype(self) -> str:

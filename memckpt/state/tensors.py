@@ -75,6 +75,12 @@ def has_usual_strides(state: torch.Tensor, param: torch.Tensor) -> bool:
     return state.is_contiguous()
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie one beside the other: also in channels_last, and in other permutations."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return last == tensor.numel() - 1 and 0 not in tensor.stride()
+
+
 def with_strides(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     """The same values with these strides: products of matrices depend on them."""
     if tensor.stride() == tuple(stride):
