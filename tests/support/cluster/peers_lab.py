@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import json
 import os
 import select
@@ -258,12 +259,15 @@ def ranks_of(job: PeersJob, names: Iterable[str]) -> Iterator[int]:
 
 def kill_nodes(job: PeersJob, names: Sequence[str], *, itself: bool = False) -> None:
     """Kill all processes of these nodes at once; the caller only if `itself`. Replicators end with their agents."""
-    agents = [pid for name in names if (pid := agent_of(job, name)) is not None]
-    for pid in [*ranks_of(job, names), *agents]:
-        if pid != os.getpid():
-            os.kill(pid, signal.SIGKILL)
-    for pid in agents:
-        kill_and_wait(pid)
+    with open(job.directory / "killer", "w") as killer:
+        # One at a time: two ranks that kill the same nodes would end one another, and leave the agents.
+        fcntl.flock(killer, fcntl.LOCK_EX)
+        agents = [pid for name in names if (pid := agent_of(job, name)) is not None]
+        for pid in [*ranks_of(job, names), *agents]:
+            if pid != os.getpid():
+                os.kill(pid, signal.SIGKILL)
+        for pid in agents:
+            kill_and_wait(pid)
     if itself:
         os.kill(os.getpid(), signal.SIGKILL)
 
