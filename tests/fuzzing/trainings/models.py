@@ -56,6 +56,7 @@ MODELS: dict[str, Model] = {
         "Net(nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(12, 20)), nn.Tanh()), "
         "nn.Linear(20, 5))",
         traits=SIMPLE,
+        clash=COPY,  # a copy lists its parameters in another order
     ),
     "orthogonal": Model(
         "Net(nn.Sequential(torch.nn.utils.parametrizations.orthogonal(nn.Linear(12, 12)), nn.Tanh()), nn.Linear(12, 5))"

@@ -269,7 +269,7 @@ PIECES: dict[str, Piece] = {
         behind="model.hidden[0].bias.lerp_(model.head.bias.detach(), 0.1)",
         ends="hidden=model.hidden[0].state_dict()",
         wants=LINEAR,
-        clash=_f("copy", "extra"),
+        clash=_f("copy", "extra", "width"),
     ),
     "average of a class replaced": _average(
         _CLONES, "self.shadow[n] = 0.9 * self.shadow[n] + 0.1 * p.data", "", _NOT_CARRIED
@@ -326,7 +326,7 @@ PIECES: dict[str, Piece] = {
         behind="mean.bias.lerp_(model.head.bias.detach(), 0.1)",
         ends="mean=mean.state_dict()",
         wants=_f("default"),
-        clash=_f("extra"),
+        clash=_f("extra", "width"),
     ),
     "target copied": _target("model.target = copy.deepcopy(model.head).requires_grad_(False)"),
     "target loaded": _target("model.target.load_state_dict(model.head.state_dict())"),
@@ -401,7 +401,7 @@ PIECES: dict[str, Piece] = {
                         opt.state.pop(p, None)
         """),
         wants=LINEAR,
-        clash=_f("groups", "first", "hooks", "loss"),
+        clash=_f("groups", "first", "hooks", "loss", "width"),
         said="shape|size|head",
     ),
     # modes
