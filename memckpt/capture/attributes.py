@@ -39,7 +39,7 @@ _LOOK_EVERY = 64
 _OTHERS = (nn.Module, torch.optim.Optimizer, DataLoader)
 #: Our own packages: their objects hold what is carried already.
 _OURS = frozenset({"memckpt", "lightning_memckpt", "accelerate_plugin", "transformers_memckpt"})
-_LIBRARIES = _OURS.union(
+LIBRARIES = _OURS.union(
     sys.stdlib_module_names, ("torch", "numpy", "lightning", "pytorch_lightning", "accelerate", "transformers")
 )
 _CONTAINERS = (dict, list, tuple, deque)
@@ -232,7 +232,7 @@ class FoundObjects(Attributes):
             module = reference()
             if module is None:
                 del self._modules[name]
-            elif _module_trace(module) != trace:
+            elif module_trace(module) != trace:
                 self._say_module(name, module)
         try:
             return self.capture()
@@ -284,8 +284,8 @@ class FoundObjects(Attributes):
         for own, attribute, name, of_object in _attributes_below(roots):
             if own[attribute] is None:
                 self._empty.append((own, attribute))
-            for path, one in _members(name, own[attribute]):
-                if _is_container(one):
+            for path, one in members_of(name, own[attribute]):
+                if is_container(one):
                     self._sized.append((one, len(one), _count_kept(one), any(each is None for each in _few(one))))
                 elif issubclass(type(one), torch.Tensor) and id(own) not in metrics:
                     plain.append((name, path, one, of_object))
@@ -332,14 +332,14 @@ class FoundObjects(Attributes):
             result = one.requires_grad and (one._is_view() or not one.is_leaf)
             if result or name in self._known:
                 continue
-            self._plain[path] = weakref.ref(one), _tensor_trace(one)
+            self._plain[path] = weakref.ref(one), tensor_trace(one)
             held, trace = known.get(path, (None, None))
             if held is None or (held() is one and self._plain[path][1] == trace):
                 continue
             is_average = bool(trained) and path != name and shapes[name] >= trained
             if is_average or (held() is one and not of_object):
-                views = {*map(_storage, staged)}
-                if _storage(one) not in views and not any(each is one or same(each, one) for each in carried):
+                views = {*map(storage_of, staged)}
+                if storage_of(one) not in views and not any(each is one or same(each, one) for each in carried):
                     self._known.add(name)
                     what = f"{name}: its tensors change and are not carried"
                     self._inexact(f"{what}; make them buffers of a module, or name it in `attributes`")
@@ -347,7 +347,7 @@ class FoundObjects(Attributes):
     def _watch_module(self, name: str, module: nn.Module, staged: set[int | None]) -> None:
         tensors = list(_staged(module))
         if tensors and not all(_address(one) in staged for one in tensors):
-            self._modules.setdefault(name, (weakref.ref(module), _module_trace(module)))
+            self._modules.setdefault(name, (weakref.ref(module), module_trace(module)))
 
     def _can_carry(self, name: str, value: Any, staged: set[int | None]) -> bool:
         """Whether an object's state is carried; says why not, once it changes."""
@@ -410,7 +410,7 @@ def modules_beside(modules: Iterable[nn.Module], owners: Mapping[str, object]) -
     while looked:
         new: dict[str, nn.Module] = {}
         for own, attribute, name, _ in _attributes_below(looked):
-            for path, one in _members(name, own[attribute]):
+            for path, one in members_of(name, own[attribute]):
                 if not issubclass(type(one), nn.Module) or id(one) in inside or isinstance(one, torch.jit.ScriptModule):
                     continue
                 tensors = list(_all_tensors(one))
@@ -486,16 +486,16 @@ def _owners_below(roots: Mapping[str, object]) -> Iterator[tuple[dict[str, Any],
     met: set[int] = set()
     for root, held in roots.items():
         for path, owner in held.named_modules() if isinstance(held, nn.Module) else [("", held)]:
-            own, start = _attributes_of(owner), ".".join(filter(None, (root, path)))
+            own, start = attributes_of(owner), ".".join(filter(None, (root, path)))
             yield own, start, False
             for attribute in [each for each in own if each not in MODULE_NAMES]:
-                for name, one in _members(f"{start}.{attribute}", own[attribute]):
+                for name, one in members_of(f"{start}.{attribute}", own[attribute]):
                     if _is_stateless(one) and id(one) not in met:
                         met.add(id(one))
-                        yield _attributes_of(one), name, True
+                        yield attributes_of(one), name, True
 
 
-def _attributes_of(owner: object) -> dict[str, Any]:
+def attributes_of(owner: object) -> dict[str, Any]:
     """Its attributes, without a call of its code: an object may stand for one that is elsewhere, or is gone."""
     try:
         found = object.__getattribute__(owner, "__dict__")
@@ -511,20 +511,20 @@ def _attributes_below(roots: Mapping[str, object]) -> Iterator[tuple[dict[str, A
             yield own, name, f"{start}.{name}", of_object
 
 
-def _is_container(value: Any) -> bool:
+def is_container(value: Any) -> bool:
     """Asks the class, as all below do: a proxy would ask what it stands for."""
     return issubclass(type(value), _CONTAINERS)
 
 
-def _members(name: str, value: Any, depth: int = 2) -> Iterator[tuple[str, Any]]:
+def members_of(name: str, value: Any, depth: int = 2) -> Iterator[tuple[str, Any]]:
     """A value, or the members of a container and of containers in it, by dotted name; containers, too."""
     yield name, value
-    if depth and _is_container(value):
+    if depth and is_container(value):
         named = value.items() if issubclass(type(value), dict) else enumerate(value)
         inner = depth - 1 if len(value) <= _FEW_MEMBERS else 0
         for key, one in list(itertools.islice(named, _MOST_MEMBERS)):  # at once: other threads may write to it
-            if (label := _label(key)) != "" and (inner or not _is_container(one)):
-                yield from _members(f"{name}.{label}", one, inner)
+            if (label := _label(key)) != "" and (inner or not is_container(one)):
+                yield from members_of(f"{name}.{label}", one, inner)
 
 
 def _label(key: Any) -> str:
@@ -544,7 +544,7 @@ def _key_of(held: dict[Any, Any], part: str) -> Any:
 
 def _few(value: Any) -> Iterator[Any]:
     """The first and the last members of a container, where new ones come."""
-    if not _is_container(value):
+    if not is_container(value):
         return iter(())
     members = value.values() if isinstance(value, dict) else value
     first = itertools.islice(members, _FEW_MEMBERS)
@@ -580,7 +580,7 @@ def _is_stateless(value: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_stateless_class(kind: Any) -> bool:
-    library = str(kind.__module__).partition(".")[0] in _LIBRARIES  # a class may have a property of that name
+    library = str(kind.__module__).partition(".")[0] in LIBRARIES  # a class may have a property of that name
     return not (library or issubclass(kind, (*_OTHERS, type, torch.Tensor)) or _is_object_class(kind))
 
 
@@ -588,16 +588,16 @@ def _count_kept(container: Any) -> int:
     """Members of a container, or of an object's attributes, that are, or have, such an object or module."""
     own = isinstance(container, dict) and "_parameters" in container
     members = [one for key, one in container.items() if key not in MODULE_NAMES] if own else _few(container)
-    return sum(any(map(_is_kept, _few(one))) if _is_container(one) else _is_kept(one) for one in members)
+    return sum(any(map(_is_kept, _few(one))) if is_container(one) else _is_kept(one) for one in members)
 
 
-def _module_trace(module: nn.Module) -> list[Any]:
+def module_trace(module: nn.Module) -> list[Any]:
     """Something that differs if its tensors have changed; writes through ``.data`` are seen on the CPU only."""
     tensors = list(_all_tensors(module))
-    return [*map(_tensor_trace, tensors[:_FEW_SAMPLED]), *map(_trace, tensors[_FEW_SAMPLED:])]
+    return [*map(tensor_trace, tensors[:_FEW_SAMPLED]), *map(_trace, tensors[_FEW_SAMPLED:])]
 
 
-def _tensor_trace(tensor: torch.Tensor) -> Any:
+def tensor_trace(tensor: torch.Tensor) -> Any:
     if tensor.device.type != "cpu" or why_not_held(tensor):
         return _trace(tensor)
     return _trace(tensor), repr(local(tensor).flatten()[:_FEW_SAMPLED].tolist())  # a NaN equals no NaN
@@ -620,7 +620,7 @@ def _address(tensor: torch.Tensor) -> int | None:
     return None if why_not_held(tensor) else local(tensor).data_ptr()
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage_of(tensor: torch.Tensor) -> int:
     """Address of the memory that views of a tensor share."""
     return local(tensor).untyped_storage().data_ptr()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from memckpt.capture.param_groups import (
 )
 from memckpt.capture.presence import describe_gradients
 from memckpt.capture.strangers import Helpers
+from memckpt.capture.variables import LoopVariables
 from memckpt.errors import ConfigurationError, UsageError
 from memckpt.recovery.comparison import ComparedKind, Comparison
 from memckpt.state import ambient, codec, rng
@@ -86,6 +88,11 @@ class RankState:
             lambda: (each for owner in self.elsewhere for each in owner()),
             self.inexact,
             "call session.register(name, OBJECT) with {}, or name it in `attributes`,",
+        )
+        self._variables = LoopVariables(
+            lambda: chain(self._carried(), (live.model, *live.extra_modules.values())),
+            lambda: (live.model, *live.extra_modules.values()),
+            self.inexact,
         )
         metrics = MetricStates(lambda: live.tree.metrics, lambda: live.tree.modules_now(), self.inexact)
         for name, each in ((OBJECTS, self._found), (METRICS, metrics)):
@@ -176,7 +183,7 @@ class RankState:
         """The current rank state; copies may still be in flight. If user code raises here, nothing has changed."""
         groups = describe_groups(self._live)
         provided = {name: capture() for name, capture in self._captures.items()}
-        carried = (each for owner in (*self.elsewhere, self._found.objects) for each in owner())
+        self._variables.look(provided)
         settings = ambient.ambient_of(self._live.named_parameters()[0][1].device.type)
         held, self._resumed_ambient = self._resumed_ambient, None
         for changed in () if held is None else ambient.decode(held).changed_to(settings):
@@ -186,7 +193,7 @@ class RankState:
         if structure is not None:
             for missing in self._live.tree.not_repeated(structure):
                 self.inexact(f"{missing}; make the change before restore()")
-        for reason in (*self._live.not_carried, *self._helpers.find_uncarried(carried, provided)):
+        for reason in (*self._live.not_carried, *self._helpers.find_uncarried(self._carried(), provided)):
             self.inexact(reason)
         state = {
             "rng": rng.capture(),
@@ -204,6 +211,9 @@ class RankState:
             "ambient": settings.encode(),
         }
         return codec.Packed(state, self._copier.fetch, self._copier.token)
+
+    def _carried(self) -> Iterator[object]:
+        return (each for owner in (*self.elsewhere, self._found.objects) for each in owner())
 
     def compare(self, found: Mapping[str, Any], held: Mapping[str, Any], comparison: Comparison) -> list[str]:
         """Compare a rank state with the held one, part by part; returns the names of provided values that differ."""

@@ -280,6 +280,24 @@ PIECES: dict[str, Piece] = {
     "average of a class copied": _average(
         "copy.deepcopy(model)", "self.shadow.get_parameter(n).data.lerp_(p.data, 0.1)", ".state_dict()"
     ),
+    "average in a variable": Piece(
+        top="import copy",
+        made="average = copy.deepcopy(model).requires_grad_(False)",
+        behind="for a, p in zip(average.parameters(), model.parameters()):\n    a.data.lerp_(p.data, 0.1)",
+        ends="average=average.state_dict()",
+        wants=LINEAR,
+        clash=_f("copy", "extra", "width"),
+        said="the variable average .*changes and is not carried",
+    ),
+    "average in a dict of a variable": Piece(
+        made=f"shadow = {_CLONES}",
+        behind="for n, p in model.named_parameters():\n    shadow[n] = 0.9 * shadow[n] + 0.1 * p.data",
+        ends="shadow=shadow",
+        clash=_f("copy", "extra"),
+        said=f"the variable shadow .*{_NOT_CARRIED}",
+    ),
+    "gradients copied": Piece(between="copies = [p.grad.clone() for p in model.parameters() if p.grad is not None]"),
+    "weights copied": Piece(start=f"before = {_CLONES}"),
     "activation replaced": Piece(
         made="model.last = nn.Tanh()",
         start="if step == 8:\n    model.last = nn.GELU()",
@@ -501,7 +519,11 @@ PIECES: dict[str, Piece] = {
     "deterministic": Piece(top="torch.use_deterministic_algorithms(True)"),
     # commits
     "numbered": Piece(commit="session.commit(step=step)", clash=_f("commit")),
-    "every other step committed": Piece(commit="if step % 2 == 0:\n    session.commit(step=step)", clash=_f("commit")),
+    "every other step committed": Piece(
+        commit="if step % 2 == 0:\n    session.commit(step=step)",
+        clash=_f("commit"),
+        said="died before its third commit",
+    ),
     "batches left out": Piece(
         start="if step in (2, 19):\n    continue", commit="session.commit(step=step)", clash=_f("commit")
     ),

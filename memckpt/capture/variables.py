@@ -1,0 +1,273 @@
+"""Variables of a training loop that hold what nobody carries: averages of the weights, teachers, target networks.
+
+A record carries what hangs on the model and what the session was given. What stands in a variable beside them starts
+over at a resume, so the loop's variables are looked at, and what changes is named while there is time to register it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from types import FrameType
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from memckpt.capture.attributes import (
+    LIBRARIES,
+    attributes_of,
+    is_container,
+    members_of,
+    module_trace,
+    same,
+    storage_of,
+    tensor_trace,
+    tensors_in,
+)
+from memckpt.state.tensors import why_not_held
+
+#: Number of captures from one pair of looks to the next, once a run has taken this many: each takes milliseconds.
+_LOOK_EVERY = 1024
+#: Objects in a variable are looked into, and objects that are attributes of these.
+_DEPTH = 2
+#: Most functions, members of a container, and objects that are looked into.
+_MOST_FRAMES, _MOST_MEMBERS, _MOST_OBJECTS = 8, 4096, 256
+#: Frameworks with loops of their own: state beside the model stands in modules and callbacks there.
+_LOOPS = frozenset({"lightning", "pytorch_lightning", "transformers"})
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A tensor as a look has found it, with a trace of its values.
+
+    `container`: what it is in, until the next commit; None where that is too much for its device to be kept so long.
+    """
+
+    container: object
+    tensor: weakref.ref[torch.Tensor]
+    trace: Any
+
+
+@dataclass
+class _Found:
+    """What the variables hold: modules by name; tensors in containers, by the name of the outermost one.
+
+    `met`: what is carried or has been looked into, by `id`; `left`: number of objects that still may be.
+    """
+
+    met: set[int]
+    left: int = _MOST_OBJECTS
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+    tensors: defaultdict[str, dict[str, tuple[object, torch.Tensor]]] = field(default_factory=lambda: defaultdict(dict))
+
+
+class LoopVariables:
+    """Looks at the variables of the functions that lead to a commit, in pairs of successive commits.
+
+    An average is written in place, or its tensors are replaced in a container that stays. What a step makes anew, as
+    copies of the gradients, is in a new container: the old one is kept for a step, so that none comes in its place.
+    Only tensors of the shapes of all that is trained are an average.
+
+    Args:
+        owners: objects that are carried, and all that hangs on them.
+        trained: the modules whose parameters are trained.
+        inexact: called with the reason when something changes that is not carried.
+    """
+
+    #: Those of all sessions in this process: what one carries is no loss to another.
+    _all: ClassVar[weakref.WeakSet[LoopVariables]] = weakref.WeakSet()
+
+    def __init__(
+        self,
+        owners: Callable[[], Iterable[object]],
+        trained: Callable[[], Iterable[nn.Module]],
+        inexact: Callable[[str], None],
+    ) -> None:
+        self.owners = owners
+        self._trained = trained
+        self._inexact = inexact
+        self._captures = 0
+        self._modules: dict[str, tuple[weakref.ref[nn.Module], Any]] = {}
+        self._tensors: dict[str, _Seen] = {}
+        #: Names of which all has been said.
+        self._said: set[str] = set()
+        self._all.add(self)
+
+    def look(self, provided: Mapping[str, Any]) -> None:
+        """Say what has changed since the last look; called in each commit. `provided`: values that are carried."""
+        number, self._captures = self._captures, self._captures + 1
+        if not (_begins_pair(number) or _begins_pair(number - 1)):
+            return
+        carried = _Carried(chain.from_iterable(each.owners() for each in list(self._all)), provided)
+        found = _Found(set(carried.objects))
+        for frame in _frames():
+            where = "" if frame.f_code.co_name == "<module>" else f" of {frame.f_code.co_name}()"
+            for name, value in _variables_of(frame).items():
+                if not name.startswith("__"):
+                    _find(found, name, f"the variable {{}}{where}", value, _DEPTH)
+        self._compare_modules(found.modules, carried)
+        self._compare_tensors(found.tensors, carried, _begins_pair(number))
+
+    def _compare_modules(self, found: Mapping[str, nn.Module], carried: _Carried) -> None:
+        before, self._modules = self._modules, {}
+        for name, module in found.items():
+            if name in self._said or carried.has_all(chain(module.parameters(), module.buffers())):
+                continue
+            self._modules[name] = weakref.ref(module), module_trace(module)
+            held, trace = before.get(name, (None, None))
+            if held is not None and held() is module and self._modules[name][1] != trace:
+                what = f"{name}, a {type(module).__qualname__}, changes and is not carried"
+                self._say(name, f"{what}; make it an attribute of the model, or give it to attach() in extra_modules")
+
+    def _compare_tensors(
+        self, found: Mapping[str, Mapping[str, tuple[object, torch.Tensor]]], carried: _Carried, is_first: bool
+    ) -> None:
+        params = chain.from_iterable(module.parameters() for module in self._trained())
+        trained = Counter(one.shape for one in {id(each): each for each in params}.values() if one.requires_grad)
+        before, self._tensors = self._tensors, {}
+        for name, tensors in found.items():
+            shapes = Counter(one.shape for _, one in tensors.values() if not why_not_held(one))
+            if name in self._said or not trained or not shapes >= trained:
+                continue
+            keeps = is_first and _has_room([one for _, one in tensors.values()])
+            for path, (container, one) in tensors.items():
+                # A view that a write to its base has left behind raises an error where it is asked if it is a leaf.
+                if why_not_held(one) or (one.requires_grad and (one._is_view() or not one.is_leaf)):
+                    continue
+                if carried.has(one):
+                    continue
+                now = self._tensors[path] = _Seen(container if keeps else None, weakref.ref(one), tensor_trace(one))
+                then = before.get(path)
+                if then is None:
+                    continue
+                written = then.tensor() is one and then.trace != now.trace
+                replaced = then.container is container and then.tensor() is not one
+                if (written or replaced) and not carried.equals(one):
+                    what = f"{name}: its tensors change and are not carried"
+                    self._say(name, f"{what}; register() an object that has them, with its `attributes`")
+                    break
+
+    def _say(self, name: str, what: str) -> None:
+        self._said.add(name)
+        self._inexact(what)
+
+
+class _Carried:
+    """Objects, and the memory of tensors, that are carried."""
+
+    def __init__(self, owners: Iterable[object], provided: Mapping[str, Any]) -> None:
+        self._owners = list(owners)
+        inside = [each for one in self._owners if isinstance(one, nn.Module) for each in one.modules()]
+        self.objects = {id(each) for each in (*self._owners, *inside)}
+        self._provided = list(tensors_in(dict(provided)))
+
+    @functools.cached_property
+    def _memory(self) -> set[int]:
+        tensors = list(self._provided)
+        for one in self._owners:
+            if isinstance(one, nn.Module):
+                tensors += chain(one.parameters(), one.buffers())
+            elif isinstance(one, Optimizer):
+                tensors += tensors_in(list(one.state.values()))
+                tensors += tensors_in([group["params"] for group in one.param_groups])
+            else:
+                tensors += tensors_in(one if is_container(one) else attributes_of(one))
+        return {storage_of(each) for each in tensors if not why_not_held(each)}
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether its memory, or that of which it is a view, is that of something carried."""
+        return storage_of(tensor) in self._memory
+
+    def has_all(self, tensors: Iterable[torch.Tensor]) -> bool:
+        return all(not one.numel() or why_not_held(one) != "" or self.has(one) for one in tensors)
+
+    def equals(self, tensor: torch.Tensor) -> bool:
+        """Whether a value that is provided is a copy of it."""
+        return any(same(each, tensor) for each in self._provided)
+
+
+def _begins_pair(number: int) -> bool:
+    return number >= 0 and (not number & (number - 1) or number % _LOOK_EVERY == 0)
+
+
+def _frames() -> Iterator[FrameType]:
+    """The calls of the script's functions that have led here, up to a framework's loop."""
+    frame, left = sys._getframe(1), _MOST_FRAMES
+    while (caller := frame.f_back) is not None and left:
+        frame = caller
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package in _LOOPS:
+            return
+        if package not in LIBRARIES:
+            left -= 1
+            yield frame
+
+
+def _variables_of(frame: FrameType) -> dict[str, Any]:
+    """The variables of a call by name; nothing is kept alive by it.
+
+    Up to Python 3.12 a call of a function keeps the dict that it was asked for, and with it what its variables held
+    then: a batch on the device, say. Where nobody else has this dict it is emptied.
+    """
+    held = frame.f_locals
+    found = dict(held)
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(held) is dict and sys.getrefcount(held) <= 3:
+        held.clear()
+    return found
+
+
+def _has_room(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether these may be kept for a step: on an accelerator, by the most memory that it has held until now."""
+    left: dict[torch.device, int] = {}
+    for one in tensors:
+        device = one.device
+        if device.type != "cpu" and device not in left:
+            module = torch.get_device_module(device)
+            if not (hasattr(module, "mem_get_info") and hasattr(module, "max_memory_allocated")):
+                return False
+            left[device] = module.mem_get_info(device)[1] - module.max_memory_allocated(device)
+        if device.type != "cpu":
+            left[device] -= 2 * one.nbytes
+    return all(room > 0 for room in left.values())
+
+
+def _find(found: _Found, name: str, text: str, value: Any, depth: int) -> None:
+    """Add the modules, and the tensors in containers, of a variable or an attribute, and of objects below it."""
+    containers: dict[str, object] = {}
+    for path, one in members_of(name, value):
+        kind: Any = type(one)
+        if is_container(one):
+            # A class of the user's would run its code.
+            if kind.__module__ not in ("builtins", "collections") or len(one) > _MOST_MEMBERS:
+                return
+            containers[path] = one
+        elif issubclass(kind, torch.Tensor):
+            container = containers.get(path.rpartition(".")[0])
+            if container is not None:
+                found.tensors[text.format(name)][text.format(path)] = container, one
+        elif id(one) in found.met:
+            continue
+        elif issubclass(kind, nn.Module):
+            found.met.add(id(one))
+            found.modules[text.format(path)] = one
+        elif depth and found.left and _is_looked_into(kind):
+            found.met.add(id(one))
+            found.left -= 1
+            for attribute, held in list(attributes_of(one).items()):
+                _find(found, f"{path}.{attribute}", text, held, depth - 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_looked_into(kind: Any) -> bool:
+    """Whether objects of a class may hold an average: no library that is known not to has made it."""
+    library = str(kind.__module__).partition(".")[0] in LIBRARIES
+    return not (library or issubclass(kind, (Optimizer, DataLoader, type)))
