@@ -231,6 +231,7 @@ class Follower:
             dataloader.resume(self._base, held["position"], on_live=self._training.on_live)
         if self._padding is not None:
             self._padding.begin_iteration(None if held is None else held["padding"])
+        begun = self._loader.gradient_state.dataloader_references
         self._iterates = True
         self._prefetch.began()
         if not self._prefetch.ahead:
@@ -243,6 +244,8 @@ class Follower:
                         "it there, or commit without"
                     )
                 if held is not None:
+                    # In the killed process it had begun earlier, maybe before another one.
+                    self._loader.gradient_state.dataloader_references = begun
                     dataloader.go_live(self._base)
                     held = None
                 self._consumed += 1
@@ -261,14 +264,17 @@ class Follower:
         self._training.ended += 1
 
     def _drain(self, held: dict[str, Any]) -> None:
-        loader = self._loader
+        loader, gradients = self._loader, self._loader.gradient_state
+        begun, last = gradients.dataloader_references, loader.end_of_dataloader
         loader.begin()
         for _ in self._base:
             raise ForeignStateError(
                 f"{self.name}: expected no batch after its last one, found one; build the loader over the "
                 'same data in both runs, or start over with resume="never"'
             )
-        if not held["left"]:
+        if held["left"]:
+            gradients.dataloader_references, loader.end_of_dataloader = begun, last
+        else:
             loader.end_of_dataloader = True
             loader.iteration += 1
             loader.end()
@@ -312,6 +318,32 @@ class Followers(FollowedLoaders[Follower]):
         if len(states) != len(self):
             raise other_objects(f"{len(states)} prepared loader(s) and not {len(self)}")
         super().continue_after(states)
+
+
+def begun_loaders(accelerator: Any) -> list[tuple[int, bool, int]]:
+    """The prepared loaders that have begun an iteration and not ended it, by number, with their place at an end.
+
+    Accelerate lets the one that began last decide where an accumulation ends, also when its loop was left long ago.
+    """
+    numbers = {id(loader): number for number, loader in enumerate(accelerator._dataloaders)}
+    return [
+        (numbers.get(id(each), -1), bool(getattr(each, "end_of_dataloader", False)), getattr(each, "remainder", -1))
+        for each in accelerator.gradient_state.dataloader_references[1:]
+    ]
+
+
+def restore_begun(accelerator: Any, begun: Sequence[tuple[int, bool, int]]) -> str | None:
+    """Restore what :func:`begun_loaders` returned; one line on why accumulations may end otherwise now, or None."""
+    loaders, references, line = accelerator._dataloaders, [None], None
+    for number, last, remainder in begun:
+        loader = loaders[number] if 0 <= number < len(loaders) else None
+        if loader is not None:
+            loader.end_of_dataloader, loader.remainder = last, remainder
+        elif number >= 0:
+            line = "a loop over a loader that is prepared later was left early, and decided where an accumulation ends"
+        references.append(loader)
+    accelerator.gradient_state.dataloader_references = references
+    return line
 
 
 def iterator_used(base: DataLoader[Any]) -> bool:

@@ -103,15 +103,18 @@ class LoopWatch:
         """As :meth:`committed`, after the loop over batches."""
         return self._places.left(places)
 
-    def check_epoch(self) -> None:
-        """Check the epoch that has ended. Raises UsageError if it protected nothing of what there was to protect."""
+    def check_epoch(self, has_stepped: bool) -> None:
+        """Check the epoch that has ended. Raises UsageError if it protected nothing of what there was to protect.
+
+        `has_stepped`: whether the training has taken a step, in whatever attempt.
+        """
         commits, steps, empty = self._commits_in_epoch, self._steps_in_epoch, self._empty_in_epoch
         self._commits_in_epoch = self._steps_in_epoch = self._empty_in_epoch = 0
         if steps and not commits:
             if not empty:
                 raise UsageError(_NEVER_COMMITTED)
             self._warn(_NOT_COMMITTED)
-        if empty and not steps and not commits:
+        if empty and not steps and not commits and not has_stepped:
             raise UsageError(_NEVER_STEPPED)
 
     def check_end(self) -> None:

@@ -24,7 +24,14 @@ import accelerate
 from accelerate import Accelerator
 
 import memckpt
-from accelerate_plugin.loaders import Followers, drop_unused_iterator, grafting_stateful_loaders, iterator_used
+from accelerate_plugin.loaders import (
+    Followers,
+    begun_loaders,
+    drop_unused_iterator,
+    grafting_stateful_loaders,
+    iterator_used,
+    restore_begun,
+)
 from accelerate_plugin.loop import LoopWatch
 from accelerate_plugin.prepared import (
     ObjectStates,
@@ -214,7 +221,7 @@ class MemCheckpointPlugin:
         self._in_epochs = True
         while self._epoch < total:
             yield self._epoch
-            self._watch.check_epoch()
+            self._watch.check_epoch(self._step > 0)
             self._warn_inexact(self._watch.left(self._followers.places()))
             self._followers.ended += 1
             self._epoch += 1
@@ -309,6 +316,7 @@ class MemCheckpointPlugin:
             **self._objects.capture(),
             "loaders": self._followers.states(),
             "prepared_elsewhere": [iterator_used(each) for each in self._loaders_prepared_elsewhere()],
+            "begun": begun_loaders(self.accelerator),
         }
 
     def _loaders_prepared_elsewhere(self) -> list[Any]:
@@ -352,6 +360,7 @@ class MemCheckpointPlugin:
                 f"{self._accumulation} now"
             )
         self._followers.continue_after(state["loaders"])
+        self._warn_inexact(restore_begun(self.accelerator, state["begun"]))
         for line in self._followers.unreplayable():
             session.inexact(line)
         # Those that are prepared later, in the loop, draw in `prepare` as they did in the killed process.

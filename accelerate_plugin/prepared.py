@@ -279,7 +279,7 @@ def check_parts(state: Mapping[str, Any]) -> dict[tuple[ComparedKind, str], Any]
         # No iteration is active: the progress of the last one does not matter.
         place = {} if not loader["active"] else {"batches": loader["batches"], "padding": loader["padding"]}
         parts["data position", f"loader {index}"] = {"position": position, "iteration": loader["iteration"], **place}
-    parts["data position", "loop"] = {name: state[name] for name in ("epoch", "batch", "micro_step")}
+    parts["data position", "loop"] = {name: state[name] for name in ("epoch", "batch", "micro_step", "begun")}
     for index, scheduler in enumerate(state["schedulers"]):
         parts["hyperparameters", f"LR scheduler {index}"] = scheduler
     parts["hyperparameters", "gradient scaler"] = {"state": state["scaler"], "skipped": state["skipped"]}

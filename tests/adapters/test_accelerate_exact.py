@@ -95,6 +95,8 @@ CASES = [
     Case("limited", limit=7),
     Case("two_loaders", two=True),
     Case("save_state", saves=True),
+    Case("accumulate_in_turns", accumulate=2, in_turns=True),
+    Case("accumulate_left", samples=42, accumulate=3, evaluate_every=4, evaluation_loader={}, left=True),
 ]
 MORE_CASES = [
     PLAIN,

@@ -51,6 +51,8 @@ class Case:
         stream: an IterableDataset.
         own_loader: the user's loader is torchdata's.
         two: a second loader, iterated together with the first.
+        in_turns: a second loader, of which the second batch of each epoch takes one.
+        left: evaluations inside the loop leave their loader behind its first batch.
         evaluation_loader: evaluate on a prepared loader, with these arguments; ``elsewhere``: one that the plugin does
             not prepare.
         cut: sharding by the user before the model is prepared: "", "fsdp2" or "fsdp1".
@@ -71,6 +73,8 @@ class Case:
     stream: bool = False
     own_loader: bool = False
     two: bool = False
+    in_turns: bool = False
+    left: bool = False
     cut: str = ""
     saves: bool = False
     numbered: bool = False
@@ -156,6 +160,7 @@ class Training(Process):
     def __init__(self, run: AccelerateRun) -> None:
         super().__init__(run)
         self.plugin: MemCheckpointPlugin | None = None
+        self.others: Iterator[Any] | None = None
         # Earlier tests in this process may have made an Accelerator, whose state all later ones share.
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
@@ -201,7 +206,7 @@ class Training(Process):
 
     def _prepare(self) -> list[Any]:
         objects = [self.model, self.optimizer, self._loader(), self.scheduler]
-        if self.run.case.two:
+        if self.run.case.two or self.run.case.in_turns:
             objects.append(self._loader())
         if self.run.case.evaluation_loader is not None:
             arguments = dict(self.run.case.evaluation_loader)
@@ -243,6 +248,7 @@ class Training(Process):
             if first == 0:
                 self.note("draw", (epoch,), torch.rand(()))
             batches = zip(loader, prepared[4], strict=True) if self.run.case.two else loader
+            self.others = iter(prepared[4]) if self.run.case.in_turns else None
             for number, batch in enumerate(batches, start=first):
                 self._batch(epoch, number, batch)
                 if number + 1 == self.run.case.limit:
@@ -260,6 +266,8 @@ class Training(Process):
     def _batch(self, epoch: int, number: int, batch: Any) -> None:
         self.at("batch")
         parts = batch if self.run.case.two else [batch]
+        if self.others is not None and number == 1:
+            parts = [*parts, next(self.others)]
         x, y = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
         with self.accelerator.accumulate(self.model):
             with self.accelerator.autocast():
@@ -302,6 +310,8 @@ class Training(Process):
                 for x, _ in self.evaluation_loader:
                     total += self.model(x).sum()
                     self.at("evaluated batch")
+                    if self.run.case.left and len(place) > 1:
+                        break
             self.note("evaluation", place, total)
         self.model.train()
 
