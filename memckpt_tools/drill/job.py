@@ -41,7 +41,7 @@ class DrillOrders:
         return self.directory / f"rank-{rank}.jsonl"
 
     def configure(self, config: MemckptConfig) -> MemckptConfig:
-        """The script's settings, with storage in the run directory, and every resume proved by repeating a step.
+        """The script's settings, with storage in the run directory; :meth:`repeat` says how a resume is proved.
 
         A script without peers gets them where nodes are simulated; :attr:`lent_peers` tells the drill.
         """
@@ -52,7 +52,23 @@ class DrillOrders:
         if peers is None and self.nodes > 1:
             peers = self.peers
             self._lent.touch()
-        return replace(config, storage=storage, peers=peers, resume_check="replay")
+        return replace(
+            config, storage=storage, peers=peers, resume_check="witness" if self._unrepeated.exists() else "replay"
+        )
+
+    def repeat(self, repeats: bool) -> None:
+        """Have the next resume repeat its last step, or go on at once, as all but a script's first resume do.
+
+        What a repeated step puts right by itself a drill finds only where none is repeated.
+        """
+        if repeats:
+            self._unrepeated.unlink(missing_ok=True)
+        else:
+            self._unrepeated.touch()
+
+    @property
+    def _unrepeated(self) -> Path:
+        return self.directory / "unrepeated"
 
     @property
     def peers(self) -> ErasureConfig:

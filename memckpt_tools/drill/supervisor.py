@@ -207,6 +207,7 @@ class Run:
             if trainer is None or trainer.wait(instant.fraction * step_seconds):
                 return False
             self.history.poll()
+            self._orders.repeat(sum(one.kind != "agent" for one in self._blows) % 3 < 2)
             killed_at = time.monotonic()
             agent = None
             if instant.kind == "node":

@@ -331,6 +331,9 @@ def test_a_drill_replaces_what_names_a_run_and_nothing_else(tmp_path: Path, monk
     assert found.config.slots == 5
     assert found.config.storage == StorageConfig(every_steps=7)
     assert found.config.resume_check == "replay"
+    for repeats, check in ((False, "witness"), (True, "replay")):
+        DrillOrders(tmp_path).repeat(repeats)
+        assert with_environment("runs/mine", "never", config).config.resume_check == check
     assert with_environment(None, None, MemckptConfig(storage=None)).config.storage is None
     assert found.config.peers is None
     monkeypatch.delenv(OBSERVERS)

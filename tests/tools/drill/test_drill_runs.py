@@ -116,6 +116,13 @@ def test_a_plain_attribute_that_changes_is_found(drills: Drills) -> None:
     assert "Not restored: attribute scale of Scaled: 0.99 in place of" in holes_text(verdict).plain
 
 
+@pytest.mark.slow
+def test_each_third_resume_goes_on_at_once(drills: Drills) -> None:
+    """What a repeated step would put right shows there."""
+    blows = drills.drill(trainings.loop, kills=3, kinds=("trainer",)).blows
+    assert ["was repeated" in blow.check_line for blow in blows] == [True, True, False]
+
+
 @pytest.mark.parametrize("counts", [True, False])
 def test_a_resume_that_makes_training_longer_is_found(drills: Drills, counts: bool) -> None:
     steps = trainings.STEPS
