@@ -310,8 +310,8 @@ def _refuse_problems(everything: Iterable[HeldRecords | HeldFragments]) -> None:
             raise ForeignStateError(
                 f"the state held on node {held.node} belongs to another model or optimizer. First difference: "
                 f"{held.problem}. To continue it, make model and optimizers before attach() as they were when it was "
-                "recorded, with layers that came later. Or use another run directory, or resume='never' to drop the "
-                "held state"
+                "recorded, with layers that came later: `memckpt status` shows its step. Or use another run "
+                "directory, or resume='never' to drop the held state"
             )
 
 

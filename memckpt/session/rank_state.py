@@ -264,11 +264,11 @@ class RankState:
         self.load(self._loaders, provided)
         if held == now:
             return ""
+        parts = ((held - now, "is not restored"), (now - held, "starts as it is"))
+        found = " and ".join(f"{', '.join(map(repr, sorted(names)))} {what}" for names, what in parts if names)
         return (
             f"expected the names that are held to be registered or provided again, {sorted(held)}, found "
-            f"{sorted(now)}: {', '.join(map(repr, sorted(held - now))) or 'nothing'} is not restored, and "
-            f"{', '.join(map(repr, sorted(now - held))) or 'nothing'} starts as it is; register the same names, or "
-            "start over with resume='never'"
+            f"{sorted(now)}: {found}; register the same names, or start over with resume='never'"
         )
 
     # What a loop does above its batches, and did in the killed process
