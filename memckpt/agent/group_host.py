@@ -41,6 +41,9 @@ class Host(Protocol):
     def bytes_for_peers(self) -> int:
         """Memory that holds other nodes' records, in bytes."""
 
+    def has_lost_file(self) -> bool:
+        """Whether the file by which trainers find this agent has been removed."""
+
 
 class Siblings(Protocol):
     """The groups of a node."""

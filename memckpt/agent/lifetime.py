@@ -10,6 +10,8 @@ from memckpt.agent.groups import Groups
 
 #: How long an agent that holds nothing waits for a trainer, at most.
 _ORPHAN_SECONDS = 120.0
+#: Time between two looks for the file that trainers find an idle agent by. Missing twice, it has been removed.
+_FILE_SECONDS = 10.0
 
 
 class Lifetime:
@@ -37,6 +39,8 @@ class Lifetime:
         self._over_when_saved: str | None = None
         self._ordered = False
         self._saved_alone = False
+        self._look_at = self.started + _FILE_SECONDS
+        self._is_missed = False
 
     # What happens
 
@@ -81,6 +85,11 @@ class Lifetime:
         lingers_until = self._lingers_until()
         if lingers_until is not None and self._clock() >= lingers_until and not self._groups.saving:
             self.over = f"no trainer came back within {self.linger_seconds:.0f} s"
+        if self._watches_file and self._clock() >= self._look_at:
+            self._look_at = self._clock() + _FILE_SECONDS
+            was_missed, self._is_missed = self._is_missed, self._host.has_lost_file()
+            if was_missed and self._is_missed:
+                self.over = "its run directory was removed, and no trainer finds it any more"
 
     def deadline(self) -> float | None:
         """When something is due by the clock; None: nothing is."""
@@ -88,7 +97,13 @@ class Lifetime:
         lingers_until = None if self._groups.saving else self._lingers_until()
         save_at = self._groups.save_at(self.idle_since or 0.0) if self._must_save else None
         graced_until = self._groups.preempted_until if self._over_when_saved is not None and self._owes else None
-        return min((at for at in (lingers_until, save_at, graced_until) if at is not None), default=None)
+        look_at = self._look_at if self._watches_file else None
+        return min((at for at in (lingers_until, save_at, graced_until, look_at) if at is not None), default=None)
+
+    @property
+    def _watches_file(self) -> bool:
+        """Whether a trainer may yet look for it: what it holds is no use to anybody once its file is gone."""
+        return self.idle_since is not None and self._over_when_saved is None and not self._groups.saving
 
     @property
     def _owes(self) -> bool:

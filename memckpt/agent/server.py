@@ -217,6 +217,9 @@ class Agent:
     def bytes_for_peers(self) -> int:
         return self._peers.replicator.kept_bytes
 
+    def has_lost_file(self) -> bool:
+        return self._address.was_removed()
+
     def note_event(self, event: AnyEvent) -> None:
         self._observer.note_event(event)
 

@@ -150,6 +150,13 @@ class AgentAddress:
             _log.warning("%s names no agent (%s); it will be rewritten", self.file_path, error)
             return None
 
+    def was_removed(self) -> bool:
+        """Whether the file is gone, and what the run directory was in is there: it is not a disk that is not."""
+        try:
+            return not self.file_path.exists() and self.run_dir.parent.is_dir()
+        except OSError:  # it may be there
+            return False
+
     def original(self) -> str:
         """The directory whose agent the file names, if the run directory is a copy of it; else empty."""
         serving = self.serving()

@@ -46,7 +46,7 @@ class Held:
 
 def made(linger_seconds: float, grace_ends: float = 0.0) -> tuple[MadeUp, Any, Lifetime]:
     clock = MadeUp()
-    held, host = Held(clock, grace_ends), SimpleNamespace(bytes_for_peers=lambda: 0)
+    held, host = Held(clock, grace_ends), SimpleNamespace(bytes_for_peers=lambda: 0, has_lost_file=lambda: False)
     return clock, held, Lifetime(cast(Any, held), cast(Any, host), linger_seconds, False, clock)
 
 
@@ -120,3 +120,21 @@ def test_a_new_attempt_takes_back_only_an_end_that_nobody_has_ordered(ordered: b
     held.saving, clock.now = False, 110.0
     lifetime.look_at_clock()
     assert (lifetime.over is not None) is ordered
+
+
+def test_an_agent_whose_run_directory_was_removed_ends() -> None:
+    clock, held, lifetime = made(1800.0)
+    held.enabled = False
+    found = iter([True, False, True, True])
+    host: Any = lifetime._host
+    host.has_lost_file = lambda: next(found)
+    with closing(EventLoop(clock=clock, poller=clock)) as loop:
+        loop.each_turn(lifetime.look_at_clock, lifetime.deadline)
+        lifetime.trainer_came()
+        loop.turn()
+        assert clock.waits == [None], "it looks only while no trainer is here"
+        lifetime.trainers_left()
+        while lifetime.over is None:
+            loop.turn()
+    assert lifetime.over == "its run directory was removed, and no trainer finds it any more"
+    assert next(found, None) is None, "missed twice in a row, and not once"

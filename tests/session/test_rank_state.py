@@ -71,7 +71,7 @@ def test_other_names_than_the_held_ones_are_named(rank_state: RankState) -> None
     rank_state.register("lr_sched", counter)
     said = rank_state.load_registered({"sched": {"at": 7}})
     assert counter.at == 0
-    assert "['sched'], found ['lr_sched']: 'sched' is not restored, and 'lr_sched' starts as it is" in said
+    assert "['sched'], found ['lr_sched']: 'sched' is not restored and 'lr_sched' starts as it is" in said
 
 
 @pytest.mark.promise("an optimizer that `attach()` was not given")

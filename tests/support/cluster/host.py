@@ -37,6 +37,9 @@ class QuietHost:
     def checkpoint_failed(self) -> None:
         pass
 
+    def has_lost_file(self) -> bool:
+        return False
+
     def bytes_for_peers(self) -> int:
         return 0
 
