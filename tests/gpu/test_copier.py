@@ -132,6 +132,27 @@ def what_is_copied_as_it_is_may_change_at_once() -> None:
     assert late.races() == []
 
 
+def memory_is_its_owners_again_before_copies_have_ended() -> None:
+    """No allocator waits for the copies: the host is a step ahead of them, and would need that memory twice."""
+    copier, sizes = copier_of(), set()
+    places = [[torch.full((700,), -1.0, pin_memory=True) for _ in range(3)] for _ in range(4)]
+    held = torch.ops.late.hold(copier._stream.stream_id)
+    for number, row in enumerate(places):
+        sources = [torch.full((700,), float(number), device="late") for _ in row]
+        for place, source in zip(row, sources, strict=True):
+            copier.copy(place, source)
+        copier.wait_before_changes()
+        del source, sources
+        sizes.add(late.memory_sizes())
+    assert copier.done() == 0
+    torch.ops.late.go_on(held)
+    copier.token()()
+    assert all(place.eq(number).all() for number, row in enumerate(places) for place in row)
+    assert len(sizes) == 1
+    assert late.memory_sizes()[1] == 0
+    assert late.races() == []
+
+
 def nothing_is_launched_or_waited_for_in_a_graph() -> None:
     module: Any = torch.get_device_module("late")
     recording = [True]
@@ -154,6 +175,7 @@ def nothing_is_launched_or_waited_for_in_a_graph() -> None:
         copies_begin_and_sources_change_on_any_stream,
         commits_outside_of_the_streams_that_train,
         what_is_copied_as_it_is_may_change_at_once,
+        memory_is_its_owners_again_before_copies_have_ended,
         nothing_is_launched_or_waited_for_in_a_graph,
     ],
     ids=lambda body: body.__name__,

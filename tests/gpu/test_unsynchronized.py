@@ -60,6 +60,7 @@ def test_bits_without_a_wait(gpu_lab: Lab, device: str, name: str) -> None:
     assert found["problems"] == []
     assert found["resumed"] == [0, *STOPS[:-1]]
     assert found["differing"] == []
+    assert found["kept"] == 0  # bytes that were freed, and that no step may use before a copy has ended
 
 
 @pytest.mark.usefixtures("only_late")  # another one page-locks as it likes

@@ -189,7 +189,7 @@ def attach(run: Run, run_dir: Path, redo: str) -> memckpt.Session:
 
 
 def train(kind: Kind, device: str, width: int, run_dir: Path, redo: str, watch_waits: bool, report: Path) -> None:
-    """Train undisturbed, then with stops; writes what differs, what drifted and where it resumed."""
+    """Train undisturbed, then with stops; writes what differs, drifted or kept memory, and where it resumed."""
     use_device(device)
     torch.set_default_device("cpu")
     if device == "late":
@@ -232,6 +232,8 @@ def train(kind: Kind, device: str, width: int, run_dir: Path, redo: str, watch_w
         for name, tensor in run.tensors().items()
         if name in reference and tensor.numel()
     }
+    kept = late.memory_sizes()[1] if device == "late" else 0
     differing = [name for name, digest in expected.items() if found.get(name) != digest]
     result = {"differing": differing, "resumed": resumed, "problems": problems, "drift": drift, "far": far}
+    result["kept"] = kept
     report.write_text(json.dumps(result))

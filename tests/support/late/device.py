@@ -180,6 +180,12 @@ def no_waits() -> Iterator[None]:
     assert not waits, f"host waits: {waits}"
 
 
+def memory_sizes() -> tuple[int, int]:
+    """Bytes that the device has taken, and the most that were freed and waited for another stream at a time."""
+    reserved, most_waiting = torch.ops.late.memory_sizes()
+    return reserved, most_waiting
+
+
 def races() -> list[str]:
     """Kernels that used the same memory, one writing, with no order between them."""
     return list(torch.ops.late.races())
