@@ -178,7 +178,8 @@ class AcceleratorCopier:
         self._stream = module.Stream(device)
         #: Makes the device the current one: leaving a stream would open a context on one that has none.
         self._at = functools.partial(getattr(module, "device", contextlib.nullcontext), device)
-        self._is_capturing = getattr(module, "is_current_stream_capturing", lambda: False)
+        #: Of the current device; None: no graph is recorded on such devices.
+        self._is_capturing = getattr(module, "is_current_stream_capturing", None)
         #: XPU has but one kind of event.
         self._event_options = {} if device.type == "xpu" else {"blocking": True}
         self._bucket: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -311,7 +312,13 @@ class AcceleratorCopier:
         return synchronize
 
     def recording_graph(self) -> bool:
-        return bool(self._is_capturing())
+        if self._is_capturing is None:
+            return False
+        # As in hooks; a change of devices takes microseconds, for each tensor.
+        if self._module.current_device() == self._index:
+            return bool(self._is_capturing())
+        with self._at():
+            return bool(self._is_capturing())
 
     def ticket(self) -> int:
         with self._lock:

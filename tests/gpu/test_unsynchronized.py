@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from memckpt.capture import slot_writer
 from memckpt.session import tuning
@@ -77,6 +78,30 @@ def test_page_locking_that_is_slow_or_refused(gpu_lab: Lab, device: str, seconds
     assert found["resumed"] == [0, *STOPS[:-1]]
     assert found["differing"] == []
     assert found["log"].count("could not be page-locked: cudaHostRegister failed with error 2") == (most_bytes == 1)
+
+
+@pytest.mark.usefixtures("only_late")  # a second card is rare
+def test_a_model_on_a_device_that_is_not_the_current_one(gpu_lab: Lab) -> None:
+    """What acts on the current device is told the model's: it would open a context on another card, or ask that one."""
+
+    def prepare() -> None:
+        late.load()
+        module: Any = torch.get_device_module("late")
+        register = module.cudart.cudaHostRegister
+
+        def note(what: str, result: Any = None) -> Any:
+            print(f"{what} on device {module.current_device()}", flush=True)
+            return result
+
+        module.cudart.cudaHostRegister = staticmethod(lambda *given: note("page-locked", register(*given)))
+        module.is_current_stream_capturing = lambda: note("asked for graphs", False)
+
+    found = result_of(gpu_lab, "fp32", "lazy", "late:1", prepare)
+    assert found["problems"] == []
+    assert found["resumed"] == [0, *STOPS[:-1]]
+    assert found["differing"] == []
+    noted = set(re.findall(r"(page-locked|asked for graphs) on device (\d)", found["log"]))
+    assert noted == {("page-locked", "1"), ("asked for graphs", "1")}
 
 
 def test_copies_are_timed_once_and_told(gpu_lab: Lab, device: str) -> None:

@@ -163,7 +163,7 @@ def no_waits(device: str, forbidden: bool) -> Iterator[None]:
     if device == "cpu" or not forbidden:
         yield
         return
-    if device == "late":
+    if device.startswith("late"):
         with late.no_waits():
             yield
         return
@@ -192,7 +192,8 @@ def train(kind: Kind, device: str, width: int, run_dir: Path, redo: str, watch_w
     """Train undisturbed, then with stops; writes what differs, drifted or kept memory, and where it resumed."""
     use_device(device)
     torch.set_default_device("cpu")
-    if device == "late":
+    is_late = torch.device(device).type == "late"
+    if is_late:
         AcceleratorCopier.BUCKET_BYTES = 1 << 12  # so that each large tensor is on its way at once, as on a card
     undisturbed = Run(kind, device, width)
     undisturbed.begin()
@@ -206,7 +207,7 @@ def train(kind: Kind, device: str, width: int, run_dir: Path, redo: str, watch_w
 
     resumed, problems, drift = [], [], 0.0
     for index, stop in enumerate(STOPS):
-        if device == "late":
+        if is_late:
             late.be_slow(*[(150, 0), (0, 600)][index % 2])  # computing, and copying
         run = Run(kind, device, width)
         session = attach(run, run_dir, redo)
@@ -232,7 +233,7 @@ def train(kind: Kind, device: str, width: int, run_dir: Path, redo: str, watch_w
         for name, tensor in run.tensors().items()
         if name in reference and tensor.numel()
     }
-    kept = late.memory_sizes()[1] if device == "late" else 0
+    kept = late.memory_sizes()[1] if is_late else 0
     differing = [name for name, digest in expected.items() if found.get(name) != digest]
     result = {"differing": differing, "resumed": resumed, "problems": problems, "drift": drift, "far": far}
     result["kept"] = kept

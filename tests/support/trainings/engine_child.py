@@ -149,7 +149,7 @@ def use_device(device: str) -> None:
     """Make all tensors there from now on, with kernels whose results do not depend on the order of threads."""
     if device == "cpu":
         return
-    if device == "late":
+    if device.startswith("late"):
         late.load()
         late.be_slow(others=300)
         # As if tensors were large: copies begin at once, and in parts.
