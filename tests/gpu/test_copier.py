@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memckpt.capture.copier import AcceleratorCopier
 from tests.support.late import device as late
@@ -132,6 +133,33 @@ def what_is_copied_as_it_is_may_change_at_once() -> None:
     assert late.races() == []
 
 
+class Copied(TorchDispatchMode):
+    """Notes the bytes of each launch of a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.nbytes.append(args[1].nbytes)
+        return func(*args, **(kwargs or {}))
+
+
+def no_launch_is_long() -> None:
+    """What the user's program reads from the device meanwhile waits behind one launch, not behind a whole tensor."""
+    copier = copier_of()
+    large, small = torch.arange(1500.0, device="late").view(50, 30).t(), torch.ones(3, device="late")
+    places = [torch.zeros(each.shape, pin_memory=True) for each in (large, small)]
+    with Copied() as noted:
+        for place, source in zip(places, (large, small), strict=True):
+            copier.copy(place, source)
+        copier.token()()
+    assert sorted(noted.nbytes) == sorted([copier.PART_BYTES] * 5 + [6000 - 5 * copier.PART_BYTES, 12])
+    assert all(torch.equal(place, each.cpu()) for place, each in zip(places, (large, small), strict=True))
+    copier.wait_before_changes()
+
+
 def memory_is_its_owners_again_before_copies_have_ended() -> None:
     """No allocator waits for the copies: the host is a step ahead of them, and would need that memory twice."""
     copier, sizes = copier_of(), set()
@@ -176,6 +204,7 @@ def nothing_is_launched_or_waited_for_in_a_graph() -> None:
         commits_outside_of_the_streams_that_train,
         what_is_copied_as_it_is_may_change_at_once,
         memory_is_its_owners_again_before_copies_have_ended,
+        no_launch_is_long,
         nothing_is_launched_or_waited_for_in_a_graph,
     ],
     ids=lambda body: body.__name__,
