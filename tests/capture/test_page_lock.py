@@ -77,6 +77,24 @@ def test_training_goes_on_where_locking_is_refused(
     assert "16 KiB of host memory could not be page-locked: cudaHostRegister failed with error 2 (out of mem" in told
 
 
+def test_unlocking_that_fails_is_told(region: Region, caplog: pytest.LogCaptureFixture) -> None:
+    """And no error is left for the next launch of the user's: CUDA keeps it for the thread that unlocked."""
+    runtime, threads = Runtime(room=3), []
+    unregister = runtime.cudaHostUnregister
+
+    def fail_once(address: int) -> int:
+        threads.append(threading.current_thread().name)
+        return unregister(address) if len(threads) > 1 else 2
+
+    runtime.cudaHostUnregister = fail_once  # type: ignore[method-assign]
+    lock = PageLock(runtime, contextlib.nullcontext, region, PARTS)
+    lock.wait(8 * PAGE)
+    lock.undo()
+    assert len(runtime.registered) == 1
+    assert threads == ["memckpt-page-lock"] * 3
+    assert caplog.messages == ["memckpt: cudaHostUnregister failed with error 2 (out of memory)"]
+
+
 def test_devices_without_streams_or_page_locking_are_named() -> None:
     module: Any = SimpleNamespace(Stream=lambda device: None, cudart=Runtime)
     assert AcceleratorCopier(torch.device("cuda", 0), module).caveat == ""
