@@ -8,8 +8,37 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu.arms import Figures
+from benchmarks.gpu.trainee import Size
+from benchmarks.harness.command import Options
+from memckpt.errors import UnsupportedError
 
 _ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_an_arm_that_fails_is_named_and_the_others_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(size: Size, device: torch.device) -> Figures:
+        raise UnsupportedError("expected one device, found two")
+
+    def unprotected(size: Size, device: torch.device) -> Figures:
+        raise AssertionError("protection is lost")
+
+    def plain(size: Size, device: torch.device) -> Figures:
+        return Figures(step_ms=[1.0])
+
+    monkeypatch.setattr(command, "arms_of", lambda size: {"a": refused, "b": unprotected, "c": plain})
+    result = tmp_path / "result"
+    command.measure("tiny", torch.device("cpu"), result)
+    report = Options.of("gpu", True, tmp_path, "").report("title", "method", *(["column"] * 9))
+    command.add(report, "tiny", json.loads(result.read_text()))
+    assert [row[1] for row in report.rows] == ["c"]
+    assert [note for note in report.notes if "expected one device" in note]
+    assert [note for note in report.notes if "protection is lost" in note]
 
 
 @pytest.mark.slow
