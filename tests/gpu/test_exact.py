@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from memckpt.capture import slot_writer
 from memckpt.capture.gradient_staging import GradientStaging
 from memckpt.capture.slot_writer import SlotWriter
 from tests.gpu.cases import BORROWED, GIVEN_UP, OWN
+from tests.support.late import device as late
 from tests.support.storage.stored_runs import BEFORE_5, stored, until_stored
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Actions, Control, config, kill_both, kill_self
@@ -57,8 +59,36 @@ def test_a_killed_training_resumes_at_its_bits(gpu_lab: Lab, case: Case, changed
     gpu_lab.check_same(case, first, resumed)
 
 
+(ADVERSARIAL,) = [case for case in BORROWED if case.name == "adversarial"]
+
+
 def killing(case: Case) -> Actions:
     return dict.fromkeys(point_of(case), kill_self)
+
+
+@pytest.mark.usefixtures("only_late")  # another one page-locks as it likes
+def test_page_locking_that_is_refused_in_part(gpu_lab: Lab) -> None:
+    """Copies to some slots are queued, and those to others wait for the device: before a kill and behind it."""
+
+    def prepare(control: Control) -> None:
+        register = late._PageLocking.cudaHostRegister
+
+        def noted(address: int, nbytes: int, flags: int) -> int:
+            result = register(address, nbytes, flags)
+            control.journal.note("page-locked", nbytes=nbytes, result=result)
+            return result
+
+        late._PageLocking.cudaHostRegister = staticmethod(noted)  # type: ignore[method-assign, assignment]
+        late.limit_page_locking(most_bytes=400_000)  # four of seven slots, and two once parameters were added
+        slot_writer.LOCKED_BYTES = 1 << 12
+
+    settings = config(resume_check="witness")
+    first = gpu_lab.train(ADVERSARIAL, settings, actions=killing(ADVERSARIAL), prepare=prepare)
+    resumed = gpu_lab.train(ADVERSARIAL, settings, seed=1001, prepare=prepare)
+    for attempt in (first, resumed):
+        assert {each["result"] == 0 for each in attempt.of("page-locked")} == {True, False}
+    assert len(first.of("killed")) == 1
+    gpu_lab.check_same(ADVERSARIAL, first, resumed)
 
 
 def test_a_checkpoint_is_copied_while_training_goes_on(gpu_lab: Lab) -> None:

@@ -17,7 +17,7 @@ import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -122,22 +122,26 @@ class _PageLocking:
 
     seconds = 0.0
     most_bytes = 1 << 62
+    #: By address.
+    locked: ClassVar[dict[int, int]] = {}
 
     @classmethod
     def cudaHostRegister(cls, address: int, nbytes: int, flags: int) -> int:
         time.sleep(cls.seconds)
-        if nbytes > cls.most_bytes:
+        if sum(cls.locked.values()) + nbytes > cls.most_bytes:
             return 2
+        cls.locked[address] = nbytes
         torch.ops.late.lock_pages(address, nbytes)
         return 0
 
     @classmethod
     def cudaHostUnregister(cls, address: int) -> int:
+        cls.locked.pop(address, None)
         return 0 if torch.ops.late.unlock_pages(address) else 1
 
 
 def limit_page_locking(seconds: float = 0.0, most_bytes: int = 1 << 62) -> None:
-    """Let each call that page-locks take so long, and refuse more than so many bytes."""
+    """Let each call that page-locks take so long, and refuse what would make more than so many bytes in all."""
     _PageLocking.seconds, _PageLocking.most_bytes = seconds, most_bytes
 
 
