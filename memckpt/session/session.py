@@ -57,7 +57,7 @@ from memckpt.session.resume.report import VERDICT_VALUES, HeldState, RestoreRepo
 from memckpt.session.resume.resume import Resumption
 from memckpt.session.staging import Changes, RestorePoint, Staging
 from memckpt.session.tuning import Tuning, tell_when_log_pays
-from memckpt.state import codec
+from memckpt.state import codec, rng
 
 _log = logging.getLogger("memckpt")
 _AT_STEP_BECAUSE, _DOUBT = OWN + "at_step_because", OWN + "doubt"
@@ -195,6 +195,8 @@ class Session:
         refuse_few_slots(config.records_in_flight, ranks)
         device = device_of(live.tensors())
         codec.use_device(device)
+        if lacking := rng.why_not_carried():
+            live.not_carried[lacking] = None
         self._clock, self._copier = StallClock(), copier_for(device)
         self._recorder = Recorder(live, self._copier, self._clock)
         self._training = LocalTraining(config, ranks, live, device, self._copier, self._recorder)

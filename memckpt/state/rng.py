@@ -84,6 +84,17 @@ def device_generators() -> tuple[torch.Generator, ...]:
     return tuple(getattr(_accelerator()[0], "default_generators", ()))
 
 
+def why_not_carried() -> str:
+    """Why states lack the generator of this process's own device, in words; empty if they have it, as a CPU's do."""
+    own = codec.own_device()
+    if own is None or own.type == "cpu" or _accelerator()[0] is not None:
+        return ""
+    return (
+        f"the generator of {own.type} is not carried, as torch.{own.type} has no is_initialized(); draw random numbers "
+        "on the CPU"
+    )
+
+
 def capture() -> RngState:
     """The states of the global generators of torch (CPU), Python and numpy, and of initialised devices in use."""
     module, _ = _accelerator()

@@ -10,6 +10,7 @@ import importlib
 from typing import Any
 
 import pytest
+import torch
 
 from memckpt.capture import slot_writer
 from memckpt.capture.gradient_staging import GradientStaging
@@ -89,6 +90,21 @@ def test_page_locking_that_is_refused_in_part(gpu_lab: Lab) -> None:
         assert {each["result"] == 0 for each in attempt.of("page-locked")} == {True, False}
     assert len(first.of("killed")) == 1
     gpu_lab.check_same(ADVERSARIAL, first, resumed)
+
+
+@pytest.mark.usefixtures("only_late")
+def test_a_device_whose_generator_is_not_carried_is_no_exact_resume(gpu_lab: Lab) -> None:
+    def prepare(control: Control) -> None:
+        late.load()
+        del torch.get_device_module("late").is_initialized  # as torch.mps
+
+    first = gpu_lab.train(PLAIN, config(resume_check="off"), actions=killing(PLAIN), prepare=prepare)
+    resumed = gpu_lab.train(PLAIN, config(resume_check="off"), seed=1001, prepare=prepare)
+    assert len(first.of("killed")) == 1
+    assert [each["exact"] for each in resumed.of("restored")] == [False]
+    reason = "the generator of late is not carried, as torch.late has no is_initialized()"
+    assert f"a resume of this run will not be exact: {reason}" in first.log
+    assert reason in resumed.log
 
 
 def test_a_checkpoint_is_copied_while_training_goes_on(gpu_lab: Lab) -> None:

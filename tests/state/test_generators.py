@@ -27,6 +27,17 @@ def test_generators_repeat_after_restore() -> None:
         assert draw() == first
 
 
+@pytest.mark.parametrize(("device", "is_carried"), [("cpu", True), ("cuda:1", True), ("xpu", True), ("mps", False)])
+def test_a_device_whose_generator_is_not_carried_is_named(device: str, is_carried: bool) -> None:
+    codec.use_device(torch.device(device))
+    try:
+        assert ("the generator of mps is not carried" in rng.why_not_carried()) != is_carried
+        assert bool(rng.why_not_carried()) != is_carried
+        assert rng.capture()["devices"] == {}
+    finally:
+        codec.use_device(None)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
