@@ -146,8 +146,13 @@ def _end_agent(line: str) -> None:
 
 # What another process finds: modules, and no device
 
-#: No accelerator has this number. On ROCm both variables count.
-_NO_DEVICES = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
+#: Variables of CUDA, ROCm (which reads the first, too), XPU and Ascend. No accelerator has this number; an empty mask
+#: of XPU would hide none.
+_HIDING = (
+    "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK",
+    "ASCEND_RT_VISIBLE_DEVICES",
+)  # fmt: skip
+_NO_DEVICES = dict.fromkeys(_HIDING, "-1")
 
 
 def hide_devices() -> None:

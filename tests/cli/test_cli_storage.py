@@ -28,6 +28,7 @@ from memckpt.storage.local_store import LocalStore
 from memckpt.storage.store import Examined, Store, StoredFile
 from memckpt.storage.urls import open_store
 from tests.conftest import Bucket
+from tests.support.cluster.processes import HIDING
 from tests.support.storage.stored_parts import part_of, write
 from tests.support.trainings.cli_harness import exit_status, invoke, invoke_json
 
@@ -175,12 +176,12 @@ def test_an_export_opens_no_device(run: Path, tmp_path: Path, monkeypatch: pytes
     original = export_command._write
 
     def write(*arguments: Any) -> None:
-        found.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        found.extend(os.environ.get(name) for name in HIDING)
         original(*arguments)
 
     monkeypatch.setattr(export_command, "_write", write)
     invoke("export", run, "--format", "dcp", "--to", tmp_path / "out")
-    assert found == ["-1"]
+    assert found == ["-1"] * len(HIDING)
 
 
 def test_a_step_that_is_not_there_is_not_exported(run: Path, tmp_path: Path) -> None:

@@ -131,6 +131,16 @@ def memory_of_ours(pid: int | str) -> list[str]:
     return found
 
 
+#: What hides devices of CUDA, ROCm, XPU and Ascend.
+HIDING = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+    "ASCEND_RT_VISIBLE_DEVICES",
+)
+
+
 def hides_devices(pid: int) -> bool:
     """Whether a process was started without accelerators: a context takes memory of the first one."""
-    return "CUDA_VISIBLE_DEVICES=-1" in Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return {f"{name}=-1" for name in HIDING} <= set(Path(f"/proc/{pid}/environ").read_text().split("\0"))
