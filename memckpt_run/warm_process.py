@@ -270,11 +270,11 @@ _LOADERS: tuple[Any, ...] = (
 )
 #: Files that hold no state: a fork may share them.
 _HARMLESS = ("/dev/null", "/dev/urandom", "/dev/random", "/dev/zero")
-#: Variables that libraries read where Python does not see it, as they are loaded. Not CUDA_*, NCCL_* and
-#: CUBLAS_WORKSPACE_CONFIG: they are read as a device, a communicator or a handle is opened, which is behind the fork.
+#: Variables that libraries read where Python does not see it, as they are loaded. Not CUDA_*, HIP_*, ROCM_*, NVIDIA_*,
+#: NCCL_* and CUBLAS_WORKSPACE_CONFIG: they are read as a device, a communicator or a handle is opened, behind the fork.
 _READ_BY_LIBRARIES = (
-    "ATEN_", "BLIS_", "CUBLAS_LOG", "CUBLASLT_", "DNNL_", "GLIBC_", "GOMP_", "GOTO_", "HIP_", "KMP_", "LD_", "MALLOC_",
-    "MKL_", "NUMEXPR_", "NVIDIA_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTORCH_", "ROCM_", "TORCH_", "VECLIB_",
+    "ATEN_", "BLIS_", "CUBLAS_LOG", "CUBLASLT_", "DNNL_", "GLIBC_", "GOMP_", "GOTO_", "KMP_", "LD_", "MALLOC_", "MKL_",
+    "NUMEXPR_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTORCH_", "TORCH_", "VECLIB_",
 )  # fmt: skip
 
 
@@ -365,16 +365,23 @@ class Traces:
             found.append((_SOME, f"starts threads ({', '.join(each.name for each in threading.enumerate()[1:])})"))
         for fd, module in self.descriptors.items():
             if fd in targets and targets[fd] not in _HARMLESS:
-                device = targets[fd].startswith(("/dev/nvidia", "/dev/kfd", "/dev/dri"))
+                device = targets[fd].startswith(("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/davinci"))
                 what = f"uses an accelerator ({targets[fd]})" if device else f"leaves {targets[fd]} open"
                 found.append((module, what))
-        torch = sys.modules.get("torch")
-        if torch is not None and torch.cuda.is_initialized():
-            found.append((_SOME, "opens CUDA"))
+        found += [(_SOME, f"opens {device}") for device in _opened_devices()]
         found += [(module, f"uses {name}") for name, module in self.random.items()]
         if children_of_process():
             found.append((_SOME, "starts processes"))
         return found
+
+
+def _opened_devices() -> list[str]:
+    """Accelerators that torch has opened here. Asking for the current one would open the driver, and spoil forks."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return []
+    names = ["cuda", "xpu", torch._C._get_privateuse1_backend_name()]
+    return [name for name in names if getattr(getattr(torch, name, None), "is_initialized", bool)()]
 
 
 @contextlib.contextmanager

@@ -128,6 +128,7 @@ MODULES = {
         "import subprocess\nchild = subprocess.Popen(['sleep', '1'], stdin=subprocess.DEVNULL)",
         "starts processes",
     ),
+    "device": ("import torch\ntorch.xpu.is_initialized = lambda: True", "opens xpu"),
     "variable": ("import os\nos.environ.get('WHERE')", "sets the environment variable WHERE, which inner reads"),
 }  # fmt: skip
 
@@ -152,7 +153,7 @@ def test_imports_that_a_fork_would_not_repeat_are_named(
     assert said in line
     warm = isinstance(training.attempt(), Warm)
     assert warm is (kind in HARMLESS)
-    if kind not in ("process", *HARMLESS):
+    if kind not in ("process", "device", *HARMLESS):
         assert "inner" in line
 
 
@@ -172,7 +173,7 @@ def test_a_package_that_no_fork_can_follow_is_left_to_the_attempts(warmed: Any, 
 #: What Lightning, deterministic trainings, transformers and users set before a device is opened.
 OF_DEVICES = (
     "CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING",
-    "CUBLAS_WORKSPACE_CONFIG", "NCCL_DEBUG",
+    "CUBLAS_WORKSPACE_CONFIG", "NCCL_DEBUG", "HIP_VISIBLE_DEVICES", "ROCM_PATH", "NVIDIA_TF32_OVERRIDE",
 )  # fmt: skip
 
 
