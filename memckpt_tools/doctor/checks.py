@@ -152,23 +152,23 @@ def check_sockets(problem: str) -> Check:
     return _ok_without(problem, "agent's socket", "can be bound", remedy)
 
 
-def expected_redo(cores: float, threads: int, cuda: bool) -> tuple[RedoMode, str]:
+def expected_redo(cores: float, threads: int, on_accelerator: bool) -> tuple[RedoMode, str]:
     """The mode that ``redo="auto"`` chooses for one rank of a model that is not small, and the reason.
 
-    With CUDA this holds if the memory suffices, which depends on the model.
+    On an accelerator this holds if the memory suffices, which depends on the model.
     """
-    if cuda:
+    if on_accelerator:
         return "lazy", "exact on an accelerator, and takes no core"
     if cores - threads >= MemckptConfig().agent.threads:
         return "eager", f"training uses {threads} of {cores:g} cores"
     return "lazy", f"training uses all of the {cores:g} cores"
 
 
-def check_cores(affinity: int, quota: float | None, threads: int, cuda: bool) -> Check:
+def check_cores(affinity: int, quota: float | None, threads: int, on_accelerator: bool) -> Check:
     """`threads`: number of torch's threads; `quota`: the control group's limit in cores, None: unlimited."""
     cores = float(affinity) if quota is None else min(affinity, quota)
     limited = "" if quota is None or quota >= affinity else f" (of {affinity}, by cgroup quota)"
-    mode, reason = expected_redo(cores, threads, cuda)
+    mode, reason = expected_redo(cores, threads, on_accelerator)
     text = f'{cores:g} cores{limited}; redo="auto" takes {mode} for one rank: {reason}'
     if threads > cores:
         remedy = f"OMP_NUM_THREADS={max(1, int(cores))}"

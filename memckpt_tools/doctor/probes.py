@@ -54,12 +54,12 @@ def installed_version(distribution: str) -> str | None:
 
 
 def torch_facts() -> tuple[str, int, bool]:
-    """Torch's import error (empty: none), its number of threads, and whether it sees CUDA."""
+    """Torch's import error (empty: none), its number of threads, and whether it sees an accelerator."""
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a shared library that cannot be loaded
         return f"{type(error).__name__}: {error}", 0, False
-    return "", torch.get_num_threads(), torch.cuda.is_available()
+    return "", torch.get_num_threads(), torch.accelerator.is_available()
 
 
 def configured_peers() -> tuple[ErasureConfig | None, str]:
@@ -268,11 +268,11 @@ def examine(run: Path | None, url: str | None) -> Iterator[Check]:
 
 
 def _examine_software() -> Iterator[Check]:
-    import_error, threads, cuda = torch_facts()
+    import_error, threads, on_accelerator = torch_facts()
     torch = checks.check_torch(installed_version("torch"), import_error)
     yield torch
     if torch.outcome == "ok":
-        yield checks.check_cores(len(os.sched_getaffinity(0)), cpu_quota(), threads, cuda)
+        yield checks.check_cores(len(os.sched_getaffinity(0)), cpu_quota(), threads, on_accelerator)
     yield checks.check_lightning(installed_version("lightning"), installed_version("pytorch-lightning"))
     for name, purpose in {
         "accelerate": "training with Accelerate",

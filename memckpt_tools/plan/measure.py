@@ -169,7 +169,7 @@ def redo_rate(elements: int = _REDO_ELEMENTS) -> tuple[float, bool]:
     parameter.grad = torch.ones(elements)
     optimizer = torch.optim.AdamW([parameter])
     optimizer.step()
-    return _rate(elements, optimizer.step), torch.cuda.is_available()
+    return _rate(elements, optimizer.step), torch.accelerator.is_available()
 
 
 def disk_rate(directory: Path, nbytes: int = _DISK_BYTES) -> float:

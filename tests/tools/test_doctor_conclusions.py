@@ -148,9 +148,9 @@ def test_the_redo_mode_is_the_one_that_a_session_would_choose(threads: int, monk
     monkeypatch.setattr(choice, "_SMALL_WINDOW_BYTES", -1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     chosen = choice.choose_redo(MemckptConfig(), live, torch.device("cpu"), 1)
-    assert checks.expected_redo(3.0, threads, cuda=False) == chosen
+    assert checks.expected_redo(3.0, threads, on_accelerator=False) == chosen
     chosen = choice.choose_redo(MemckptConfig(), live, torch.device("cuda"), 1)
-    assert checks.expected_redo(3.0, threads, cuda=True) == chosen
+    assert checks.expected_redo(3.0, threads, on_accelerator=True) == chosen
 
 
 @pytest.mark.parametrize(
