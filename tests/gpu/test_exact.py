@@ -67,6 +67,24 @@ def killing(case: Case) -> Actions:
     return dict.fromkeys(point_of(case), kill_self)
 
 
+@pytest.mark.usefixtures("only_late")  # another one is as slow as it likes
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("case", [case for case in BORROWED if case.name in HARD], ids=lambda case: case.name)
+def test_a_killed_training_whose_kernels_are_slow_resumes_at_its_bits(gpu_lab: Lab, case: Case) -> None:
+    """Copies are slow elsewhere: there a source may change too early, and here it is copied before it is made."""
+
+    def slow(control: Control) -> None:
+        late.be_slow(compute=100)
+
+    slowly: Actions = {("before batch", step): slow for step in range(1, case.steps + 1)}
+    settings = config(resume_check="witness")
+    first = gpu_lab.train(case, settings, actions={**slowly, **killing(case)})
+    resumed = gpu_lab.train(case, settings, seed=1001, actions=slowly)
+    assert len(first.of("killed")) == 1
+    assert resumed.restored_step in (6, 7, 8, 9), resumed.log[-3000:]
+    gpu_lab.check_same(case, first, resumed)
+
+
 @pytest.mark.usefixtures("only_late")  # another one page-locks as it likes
 def test_page_locking_that_is_refused_in_part(gpu_lab: Lab) -> None:
     """Copies to some slots are queued, and those to others wait for the device: before a kill and behind it."""
