@@ -29,6 +29,7 @@ KINDS = {
     "own-stream": Kind(own_stream=True),
     "own-stream-fused": Kind(optimizer={"fused": True}, clip=True, own_stream=True),
     "swapped": Kind(swapped=True),
+    "averaged": Kind(averaged=True),
     "masked": Kind(masked=True),
 }
 #: Their own step waits for the device: torch asks whether gradients are finite before it steps.
@@ -40,7 +41,7 @@ def result_of(
 ) -> dict[str, Any]:
     report = gpu_lab.directory / "result"
     width = 3072 if device == "cuda" else 64
-    watch = watch and name not in WAITS and redo == "lazy"
+    watch = watch and name not in WAITS
 
     def body() -> None:
         prepare()

@@ -7,6 +7,7 @@ note their losses.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import hashlib
 import json
@@ -43,6 +44,7 @@ class Kind:
         tap: as in the settings.
         zero_in_place: whether gradients are set to zero in place.
         own_stream: whether it trains on a stream of its own, and commits outside of it.
+        averaged: whether an average of all parameters is kept beside the model, and carried.
         masked: whether biases are others while forward and backward run, unseen.
         swapped: whether other weights take the model's place between steps, unseen, as averages for a validation.
     """
@@ -55,6 +57,7 @@ class Kind:
     zero_in_place: bool = False
     own_stream: bool = False
     swapped: bool = False
+    averaged: bool = False
     masked: bool = False
 
 
@@ -85,6 +88,7 @@ class Run:
         self.model = Net(width).to(device).to(memory_format=torch.channels_last)
         if kind.precision == "bf16":
             self.model.to(torch.bfloat16)
+        self.beside = {"average": copy.deepcopy(self.model).requires_grad_(False)} if kind.averaged else {}
         make: Any = torch.optim.SGD if "momentum" in kind.optimizer else torch.optim.AdamW
         self.optimizer = make(self.model.parameters(), lr=1e-3, **kind.optimizer)
         self.scaler = torch.amp.GradScaler(
@@ -131,6 +135,9 @@ class Run:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=not self.kind.zero_in_place)
+        for average in self.beside.values():
+            for ours, theirs in zip(average.parameters(), self.model.parameters(), strict=True):
+                ours.lerp_(theirs.detach(), 0.1)
 
     def _backward(self, number: int) -> None:
         for _ in range(self.kind.accumulate):
@@ -144,6 +151,8 @@ class Run:
 
     def tensors(self) -> dict[str, Tensor]:
         found = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        for average in self.beside.values():
+            found.update((f"average.{name}", param) for name, param in average.named_parameters())
         for index, state in self.optimizer.state_dict()["state"].items():
             found.update({f"{index}.{key}": value for key, value in state.items() if isinstance(value, Tensor)})
         return {name: local(tensor) for name, tensor in found.items()}
@@ -183,7 +192,7 @@ def attach(run: Run, run_dir: Path, redo: str) -> memckpt.Session:
         storage=None,
         resume_check="off",
     )
-    session = memckpt.attach(run.model, run.optimizer, run_dir=run_dir, config=config)
+    session = memckpt.attach(run.model, run.optimizer, run_dir=run_dir, config=config, extra_modules=run.beside)
     session.register("scaler", run.scaler)
     return session
 
