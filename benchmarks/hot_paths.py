@@ -290,7 +290,7 @@ def add_wire(report: Report, repetitions: int) -> None:
 def main(options: Options) -> None:
     columns = ("tensors", "added by", "backward", "optimizer", "commit", "a step", "a step's, by tensor")
     small = options.report(TENSORS_TITLE, TENSORS_METHOD, *columns, part="tensors")
-    for tensors in (50,) if options.quick else (2, 50, 1_000):
+    for tensors in (50,) if options.quick else (2, 50, 250, 1_000, 10_000):
         add_small_tensors(small, tensors, rounds=5 if options.quick else min(400, 100_000 // tensors))
     small.write()
     report = options.report(TITLE, METHOD, "what", "size", "microseconds", "GB/s")
