@@ -122,6 +122,7 @@ def test_copies_are_timed_once_and_told(gpu_lab: Lab, device: str) -> None:
         assert all(float(number) > 0 for _, step, rate, _ in told for number in (step, rate))
 
 
+@pytest.mark.promise("CUDA")
 def test_drift_of_a_replica_on_the_cpu(gpu_lab: Lab, device: str) -> None:
     """Eager: exact where the replica is redone by the kernels that train, and off by rounding elsewhere."""
     gpu_lab.start_agent()
