@@ -135,15 +135,19 @@ class LoopVariables:
         trained = Counter(one.shape for one in {id(each): each for each in params}.values() if one.requires_grad)
         before, self._tensors = self._tensors, {}
         for name, tensors in found.items():
-            shapes = Counter(one.shape for _, one in tensors.values() if not why_not_held(one))
-            if name in self._said or not trained or not shapes >= trained:
+            if name in self._said or not trained or len(tensors) < len(trained):
                 continue
-            keeps = is_first and _has_room([one for _, one in tensors.values()])
-            for path, (container, one) in tensors.items():
+            held = {path: each for path, each in tensors.items() if not why_not_held(each[1])}
+            shapes = Counter(one.shape for _, one in held.values())
+            if shapes >= trained:  # else a look at what is carried is too dear
+                held = {path: each for path, each in held.items() if not carried.has(each[1])}
+                shapes = Counter(one.shape for _, one in held.values())
+            if not shapes >= trained:
+                continue
+            keeps = is_first and _has_room([one for _, one in held.values()])
+            for path, (container, one) in held.items():
                 # A view that a write to its base has left behind raises an error where it is asked if it is a leaf.
-                if why_not_held(one) or (one.requires_grad and (one._is_view() or not one.is_leaf)):
-                    continue
-                if carried.has(one):
+                if one.requires_grad and (one._is_view() or not one.is_leaf):
                     continue
                 now = self._tensors[path] = _Seen(container if keeps else None, weakref.ref(one), tensor_trace(one))
                 then = before.get(path)
@@ -178,7 +182,7 @@ class _Carried:
                 tensors += chain(one.parameters(), one.buffers())
             elif isinstance(one, Optimizer):
                 tensors += tensors_in(list(one.state.values()))
-                tensors += tensors_in([group["params"] for group in one.param_groups])
+                tensors += tensors_in(one.param_groups)
             else:
                 tensors += tensors_in(one if is_container(one) else attributes_of(one))
         return {storage_of(each) for each in tensors if not why_not_held(each)}

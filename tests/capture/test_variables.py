@@ -106,6 +106,14 @@ def of_the_model(model: nn.Module, look: Callable[[], None]) -> None:
     assert len(parameters) == len(checkpoint)
 
 
+def of_the_optimizer(model: nn.Module, look: Callable[[], None]) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), torch.tensor(0.1))
+    for _ in steps(model):
+        for group in optimizer.param_groups:
+            group["lr"].mul_(0.9)
+        look()
+
+
 def of_another_shape(model: nn.Module, look: Callable[[], None]) -> None:
     history = [torch.zeros(2)]
     for step in steps(model):
@@ -144,7 +152,7 @@ def test_an_average_is_named_once(loop: Any, name: str) -> None:
     assert NAMED in reason
 
 
-@pytest.mark.parametrize("loop", [made_anew, of_the_model, of_another_shape, idle_teacher])
+@pytest.mark.parametrize("loop", [made_anew, of_the_model, of_the_optimizer, of_another_shape, idle_teacher])
 def test_what_is_no_average_is_not_named(loop: Any) -> None:
     assert not said_of(loop)
 
