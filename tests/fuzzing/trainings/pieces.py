@@ -476,6 +476,7 @@ PIECES: dict[str, Piece] = {
         start="if step == 6:\n    torch.optim.RMSprop(nn.Linear(3, 3).parameters(), lr=0.1)\n"
         "    torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1)",
         clash=_f("first"),
+        said="the audit found",  # hooks that change gradients run twice from then on, where a step calls its base's
     ),
     "probe trained": Piece(
         behind=code("""

@@ -248,6 +248,9 @@ class _Run:
         alarms = [*unsure, *(line for line in _warnings(self._logs) if "resume check" in line)]
         if alarms and not allowed:
             return self._wrong(f"false alarm: equal, and {alarms[0]}")
+        kept = next((line for line in _warnings(self._logs) if "keeps it in memory for" in line), None)
+        if kept is not None:  # what a trainer has ended with, and the agent cannot redo
+            return Verdict("said", kept)
         left = self._left()
         if left:
             return self._wrong(f"left behind: {left[0].splitlines()[0]}", *left)
