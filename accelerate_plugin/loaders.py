@@ -231,7 +231,6 @@ class Follower:
             dataloader.resume(self._base, held["position"], on_live=self._training.on_live)
         if self._padding is not None:
             self._padding.begin_iteration(None if held is None else held["padding"])
-        begun = self._loader.gradient_state.dataloader_references
         self._iterates = True
         self._prefetch.began()
         if not self._prefetch.ahead:
@@ -244,8 +243,7 @@ class Follower:
                         "it there, or commit without"
                     )
                 if held is not None:
-                    # In the killed process it had begun earlier, maybe before another one.
-                    self._loader.gradient_state.dataloader_references = begun
+                    self._begin_no_more()
                     dataloader.go_live(self._base)
                     held = None
                 self._consumed += 1
@@ -256,6 +254,13 @@ class Follower:
             self._training.ended += 1
         finally:
             self._iterates = False
+
+    def _begin_no_more(self) -> None:
+        """Have Accelerate forget that it has begun just now: in the killed process it had, maybe ahead of others."""
+        gradients = self._loader.gradient_state
+        begun = gradients.dataloader_references
+        if self._loader in begun[:-1] and begun[-1] is self._loader:
+            gradients.dataloader_references = begun[:-1]
 
     def _pass_over(self, held: dict[str, Any]) -> None:
         """Leave the loader as the killed process had: its last batch of this iteration was taken."""

@@ -106,6 +106,8 @@ class MemCheckpointPlugin:
         #: Batches of an accumulation, as this attempt began.
         self._accumulation = 1
         self._handles: list[Any] = []
+        #: As :func:`begun_loaders` found it in the killed process.
+        self._begun_before: Sequence[Any] = ()
 
     # Before the loop
 
@@ -360,7 +362,8 @@ class MemCheckpointPlugin:
                 f"{self._accumulation} now"
             )
         self._followers.continue_after(state["loaders"])
-        self._warn_inexact(restore_begun(self.accelerator, state["begun"]))
+        self._begun_before = state["begun"]
+        self._warn_inexact(restore_begun(self.accelerator, self._begun_before))
         for line in self._followers.unreplayable():
             session.inexact(line)
         # Those that are prepared later, in the loop, draw in `prepare` as they did in the killed process.
@@ -381,6 +384,7 @@ class MemCheckpointPlugin:
             self._attached_session("the loop").restore_rng()
             if not same(self._objects.capture(), self._at_begin):
                 self._objects.restore(self._at_begin)
+            restore_begun(self.accelerator, self._begun_before)
 
     def _attached_session(self, what: str) -> memckpt.Session:
         if self._session is None:

@@ -6,17 +6,20 @@ over at a resume, so the loop's variables are looked at, and what changes is nam
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import logging
 import sys
 import weakref
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from types import FrameType
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -26,21 +29,29 @@ from memckpt.capture.attributes import (
     LIBRARIES,
     attributes_of,
     is_container,
-    members_of,
     module_trace,
-    same,
     storage_of,
     tensor_trace,
     tensors_in,
 )
-from memckpt.state.tensors import why_not_held
+from memckpt.state.tensors import local, same_bits, why_not_held
 
+_log = logging.getLogger("memckpt")
 #: Number of captures from one pair of looks to the next, once a run has taken this many: each takes milliseconds.
 _LOOK_EVERY = 1024
 #: Objects in a variable are looked into, and objects that are attributes of these.
 _DEPTH = 2
-#: Most functions, members of a container, and objects that are looked into.
-_MOST_FRAMES, _MOST_MEMBERS, _MOST_OBJECTS = 8, 4096, 256
+#: Containers are looked into as deep.
+_DEPTH_OF_CONTAINERS = 2
+#: Most functions that are looked into, most members of all containers there, and of one: a look takes milliseconds.
+_MOST_FRAMES, _MOST_MEMBERS, _MOST_IN_ONE = 8, 20_000, 4096
+#: Classes of containers, without those of the user, which would run code.
+_CONTAINERS = {dict, OrderedDict, defaultdict, list, tuple, deque}
+#: Who calls one of these in a function may keep the dict of its variables, which a look would fill anew.
+_ASKS_FOR_VARIABLES = frozenset({"locals", "vars", "dir", "exec", "eval"})
+_PLAIN = {type(None), bool, int, float, complex, str, bytes}
+#: First elements that tell whether a tensor may equal another one.
+_FEW = 8
 #: Frameworks with loops of their own: state beside the model stands in modules and callbacks there.
 _LOOPS = frozenset({"lightning", "pytorch_lightning", "transformers"})
 
@@ -61,11 +72,11 @@ class _Seen:
 class _Found:
     """What the variables hold: modules by name; tensors in containers, by the name of the outermost one.
 
-    `met`: what is carried or has been looked into, by `id`; `left`: number of objects that still may be.
+    `met`: what is carried or has been looked into, by `id`; `left`: number of members and objects that still may be.
     """
 
     met: set[int]
-    left: int = _MOST_OBJECTS
+    left: int = _MOST_MEMBERS
     modules: dict[str, nn.Module] = field(default_factory=dict)
     tensors: defaultdict[str, dict[str, tuple[object, torch.Tensor]]] = field(default_factory=lambda: defaultdict(dict))
 
@@ -113,52 +124,72 @@ class LoopVariables:
             where = "" if frame.f_code.co_name == "<module>" else f" of {frame.f_code.co_name}()"
             for name, value in _variables_of(frame).items():
                 if not name.startswith("__"):
-                    _find(found, name, f"the variable {{}}{where}", value, _DEPTH)
+                    with _skipping(name):
+                        _find(found, name, f"the variable {{}}{where}", value, _DEPTH)
         self._compare_modules(found.modules, carried)
         self._compare_tensors(found.tensors, carried, _begins_pair(number))
 
     def _compare_modules(self, found: Mapping[str, nn.Module], carried: _Carried) -> None:
         before, self._modules = self._modules, {}
         for name, module in found.items():
-            if name in self._said or carried.has_all(chain(module.parameters(), module.buffers())):
-                continue
-            self._modules[name] = weakref.ref(module), module_trace(module)
-            held, trace = before.get(name, (None, None))
-            if held is not None and held() is module and self._modules[name][1] != trace:
-                what = f"{name}, a {type(module).__qualname__}, changes and is not carried"
-                self._say(name, f"{what}; make it an attribute of the model, or give it to attach() in extra_modules")
+            if name not in self._said:
+                with _skipping(name):
+                    self._compare_module(name, module, before.get(name, (None, None)), carried)
+
+    def _compare_module(
+        self, name: str, module: nn.Module, before: tuple[weakref.ref[nn.Module] | None, Any], carried: _Carried
+    ) -> None:
+        tensors = [one for one in chain(module.parameters(), module.buffers()) if not why_not_held(one) and one.numel()]
+        if all(map(carried.has, tensors)):
+            return
+        self._modules[name] = weakref.ref(module), module_trace(module)
+        held, trace = before
+        changes = held is not None and held() is module and self._modules[name][1] != trace
+        if changes and not all(map(carried.equals, tensors)):
+            what = f"{name}, a {type(module).__qualname__}, changes and is not carried"
+            self._say(name, f"{what}; make it an attribute of the model, or give it to attach() in extra_modules")
 
     def _compare_tensors(
         self, found: Mapping[str, Mapping[str, tuple[object, torch.Tensor]]], carried: _Carried, is_first: bool
     ) -> None:
-        params = chain.from_iterable(module.parameters() for module in self._trained())
-        trained = Counter(one.shape for one in {id(each): each for each in params}.values() if one.requires_grad)
+        trained = [_shapes(each for each in module.parameters() if each.requires_grad) for module in self._trained()]
+        trained = [shapes for shapes in trained if shapes]
         before, self._tensors = self._tensors, {}
         for name, tensors in found.items():
-            if name in self._said or not trained or len(tensors) < len(trained):
+            if name not in self._said:
+                with _skipping(name):
+                    self._compare_container(name, tensors, before, trained, carried, is_first)
+
+    def _compare_container(
+        self,
+        name: str,
+        tensors: Mapping[str, tuple[object, torch.Tensor]],
+        before: Mapping[str, _Seen],
+        trained: Sequence[Counter[torch.Size]],
+        carried: _Carried,
+        is_first: bool,
+    ) -> None:
+        held = {path: each for path, each in tensors.items() if not why_not_held(each[1])}
+        if not _covers(held, trained):  # a look at what is carried is dearer
+            return
+        held = {path: each for path, each in held.items() if not carried.has(each[1])}
+        if not _covers(held, trained):
+            return
+        keeps = is_first and _has_room([one for _, one in held.values()])
+        for path, (container, one) in held.items():
+            # A view that a write to its base has left behind raises an error where it is asked whether it is a leaf.
+            if one.requires_grad and (one._is_view() or not one.is_leaf):
                 continue
-            held = {path: each for path, each in tensors.items() if not why_not_held(each[1])}
-            shapes = Counter(one.shape for _, one in held.values())
-            if shapes >= trained:  # else a look at what is carried is too dear
-                held = {path: each for path, each in held.items() if not carried.has(each[1])}
-                shapes = Counter(one.shape for _, one in held.values())
-            if not shapes >= trained:
+            now = self._tensors[path] = _Seen(container if keeps else None, weakref.ref(one), tensor_trace(one))
+            then = before.get(path)
+            if then is None:
                 continue
-            keeps = is_first and _has_room([one for _, one in held.values()])
-            for path, (container, one) in held.items():
-                # A view that a write to its base has left behind raises an error where it is asked if it is a leaf.
-                if one.requires_grad and (one._is_view() or not one.is_leaf):
-                    continue
-                now = self._tensors[path] = _Seen(container if keeps else None, weakref.ref(one), tensor_trace(one))
-                then = before.get(path)
-                if then is None:
-                    continue
-                written = then.tensor() is one and then.trace != now.trace
-                replaced = then.container is container and then.tensor() is not one
-                if (written or replaced) and not carried.equals(one):
-                    what = f"{name}: its tensors change and are not carried"
-                    self._say(name, f"{what}; register() an object that has them, with its `attributes`")
-                    break
+            written = then.tensor() is one and then.trace != now.trace
+            replaced = then.container is container and then.tensor() is not one
+            if (written or replaced) and not carried.equals(one):
+                what = f"{name}: its tensors change and are not carried"
+                self._say(name, f"{what}; register() an object that has them, with its `attributes`")
+                return
 
     def _say(self, name: str, what: str) -> None:
         self._said.add(name)
@@ -172,10 +203,10 @@ class _Carried:
         self._owners = list(owners)
         inside = [each for one in self._owners if isinstance(one, nn.Module) for each in one.modules()]
         self.objects = {id(each) for each in (*self._owners, *inside)}
-        self._provided = list(tensors_in(dict(provided)))
+        self._provided = list(_tensors_in(dict(provided)))
 
     @functools.cached_property
-    def _memory(self) -> set[int]:
+    def _tensors(self) -> list[torch.Tensor]:
         tensors = list(self._provided)
         for one in self._owners:
             if isinstance(one, nn.Module):
@@ -185,18 +216,65 @@ class _Carried:
                 tensors += tensors_in(one.param_groups)
             else:
                 tensors += tensors_in(one if is_container(one) else attributes_of(one))
-        return {storage_of(each) for each in tensors if not why_not_held(each)}
+        return [each for each in tensors if not why_not_held(each)]
+
+    @functools.cached_property
+    def _memory(self) -> set[int]:
+        return set(map(storage_of, self._tensors))
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether its memory, or that of which it is a view, is that of something carried."""
         return storage_of(tensor) in self._memory
 
-    def has_all(self, tensors: Iterable[torch.Tensor]) -> bool:
-        return all(not one.numel() or why_not_held(one) != "" or self.has(one) for one in tensors)
-
     def equals(self, tensor: torch.Tensor) -> bool:
-        """Whether a value that is provided is a copy of it."""
-        return any(same(each, tensor) for each in self._provided)
+        """Whether something carried has the same values: it is a copy. Values on a device would have to be waited for:
+        there it is one if a value that is provided has its shape."""
+        if tensor.device.type != "cpu":
+            return any((each.shape, each.dtype) == (tensor.shape, tensor.dtype) for each in self._provided)
+        return any(same_bits(local(tensor), one) for one in self._copies.get(_key(tensor), ()))
+
+    @functools.cached_property
+    def _copies(self) -> dict[Any, list[torch.Tensor]]:
+        copies: dict[Any, list[torch.Tensor]] = {}
+        for one in self._tensors:
+            if one.device.type == "cpu":
+                copies.setdefault(_key(one), []).append(local(one))
+        return copies
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """As `tensors_in`, with arrays as tensors."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "fc":
+        yield torch.from_numpy(np.array(value))
+    elif is_container(value):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(one)
+    else:
+        yield from tensors_in(value)
+
+
+def _key(tensor: torch.Tensor) -> Any:
+    """Differs for most tensors of other values; for one in host memory."""
+    return tensor.shape, tensor.dtype, repr(local(tensor).flatten()[:_FEW].tolist())
+
+
+def _shapes(tensors: Iterable[torch.Tensor]) -> Counter[torch.Size]:
+    return Counter(one.shape for one in tensors)
+
+
+def _covers(held: Mapping[str, tuple[object, torch.Tensor]], trained: Iterable[Counter[torch.Size]]) -> bool:
+    """Whether there are tensors of all shapes that are trained in some module."""
+    shapes = _shapes(one for _, one in held.values())
+    return any(shapes >= each for each in trained)
+
+
+@contextlib.contextmanager
+def _skipping(name: str) -> Iterator[None]:
+    """Leave out a variable whose value cannot be looked at: nobody has asked for it, and training goes on."""
+    try:
+        yield
+    except Exception:
+        _log.debug("memckpt: the variable %s is not looked at", name, exc_info=True)
 
 
 def _begins_pair(number: int) -> bool:
@@ -211,7 +289,7 @@ def _frames() -> Iterator[FrameType]:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if package in _LOOPS:
             return
-        if package not in LIBRARIES:
+        if package not in LIBRARIES and _ASKS_FOR_VARIABLES.isdisjoint(frame.f_code.co_names):
             left -= 1
             yield frame
 
@@ -246,16 +324,23 @@ def _has_room(tensors: Iterable[torch.Tensor]) -> bool:
 
 def _find(found: _Found, name: str, text: str, value: Any, depth: int) -> None:
     """Add the modules, and the tensors in containers, of a variable or an attribute, and of objects below it."""
-    containers: dict[str, object] = {}
-    for path, one in members_of(name, value):
+    left: list[tuple[str, Any, object, int]] = [(name, value, None, _DEPTH_OF_CONTAINERS)]
+    while left and found.left > 0:
+        path, one, container, inner = left.pop()
         kind: Any = type(one)
-        if is_container(one):
-            # A class of the user's would run its code.
-            if kind.__module__ not in ("builtins", "collections") or len(one) > _MOST_MEMBERS:
-                return
-            containers[path] = one
+        found.left -= 1
+        if kind in _PLAIN:
+            continue
+        if kind in _CONTAINERS:
+            if inner and len(one) <= _MOST_IN_ONE and id(one) not in found.met:
+                found.met.add(id(one))
+                members = list(one.items() if issubclass(kind, dict) else enumerate(one))
+                found.left -= len(members)
+                # A key of another class has no name that costs nothing: its position stays as long as the dict does.
+                labels = (key if type(key) is str else position for position, (key, _) in enumerate(members))
+                named = zip(labels, members, strict=True)
+                left += [(f"{path}.{label}", member, one, inner - 1) for label, (_, member) in named]
         elif issubclass(kind, torch.Tensor):
-            container = containers.get(path.rpartition(".")[0])
             if container is not None:
                 found.tensors[text.format(name)][text.format(path)] = container, one
         elif id(one) in found.met:
@@ -263,14 +348,12 @@ def _find(found: _Found, name: str, text: str, value: Any, depth: int) -> None:
         elif issubclass(kind, nn.Module):
             found.met.add(id(one))
             found.modules[text.format(path)] = one
-        elif depth and found.left and _is_looked_into(kind):
+        elif depth and _is_looked_into(kind):
             found.met.add(id(one))
-            found.left -= 1
             for attribute, held in list(attributes_of(one).items()):
                 _find(found, f"{path}.{attribute}", text, held, depth - 1)
 
 
-@functools.lru_cache(maxsize=4096)
 def _is_looked_into(kind: Any) -> bool:
     """Whether objects of a class may hold an average: no library that is known not to has made it."""
     library = str(kind.__module__).partition(".")[0] in LIBRARIES

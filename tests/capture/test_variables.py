@@ -103,7 +103,7 @@ def of_the_model(model: nn.Module, look: Callable[[], None]) -> None:
     parameters, checkpoint = list(model.parameters()), model.state_dict()
     for _ in steps(model):
         look()
-    assert len(parameters) == len(checkpoint)
+    del parameters, checkpoint
 
 
 def of_the_optimizer(model: nn.Module, look: Callable[[], None]) -> None:
@@ -118,6 +118,13 @@ def of_another_shape(model: nn.Module, look: Callable[[], None]) -> None:
     history = [torch.zeros(2)]
     for step in steps(model):
         history[0][0] += step
+        look()
+
+
+def reloaded_each_step(model: nn.Module, look: Callable[[], None]) -> None:
+    shown = copy.deepcopy(model)
+    for _ in steps(model):
+        shown.load_state_dict(model.state_dict())
         look()
 
 
@@ -152,7 +159,9 @@ def test_an_average_is_named_once(loop: Any, name: str) -> None:
     assert NAMED in reason
 
 
-@pytest.mark.parametrize("loop", [made_anew, of_the_model, of_the_optimizer, of_another_shape, idle_teacher])
+@pytest.mark.parametrize(
+    "loop", [made_anew, of_the_model, of_the_optimizer, of_another_shape, reloaded_each_step, idle_teacher]
+)
 def test_what_is_no_average_is_not_named(loop: Any) -> None:
     assert not said_of(loop)
 
@@ -160,12 +169,73 @@ def test_what_is_no_average_is_not_named(loop: Any) -> None:
 def test_what_is_provided_is_carried() -> None:
     model, said = nn.Linear(3, 2), list[str]()
     variables = LoopVariables(lambda: [model], lambda: [model], said.append)
+    average = Average(model)
+    provide = lambda: variables.look({"average": {name: one.clone() for name, one in average.shadow.items()}})  # noqa: E731
+    updated_by(average, model, provide)
+    assert not said
+
+
+def updated_by(average: Average, model: nn.Module, look: Callable[[], None]) -> None:
+    for _ in steps(model):
+        average.update(model)
+        look()
+
+
+def average_of_a_generator(generator: nn.Module, critic: nn.Module, look: Callable[[], None]) -> None:
+    average = weights(generator)
+    for _ in zip(steps(generator), steps(critic), strict=True):
+        for name, param in generator.named_parameters():
+            average[name].lerp_(param.detach(), 0.1)
+        look()
+
+
+def test_an_average_of_one_of_two_modules_is_named() -> None:
+    modules, said = [nn.Linear(3, 2), nn.Linear(4, 1)], list[str]()
+    variables = LoopVariables(lambda: modules, lambda: modules, said.append)
+    average_of_a_generator(modules[0], modules[1], lambda: variables.look({}))
+    assert len(said) == 1
+
+
+class Refusing(type):
+    """Classes that raise where they are asked for more than their names."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Odd(metaclass=Refusing):
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("nobody should ask")
+
+
+class Key:
+    def __repr__(self) -> str:
+        raise RuntimeError("nobody should ask")
+
+
+def odd_values() -> list[Any]:
+    freed = torch.zeros(3)
+    freed.untyped_storage().resize_(0)
+    endless: list[Any] = []
+    endless.append(endless)
+    uninitialized = nn.Module.__new__(nn.Module)
+    lazy, meta = nn.LazyLinear(2), torch.zeros(2, 3, device="meta")
+    return [{freed: 1}, {Key(): 1}, Odd(), lazy, [meta, meta], uninitialized, endless, torch.zeros(2).to_sparse(), Odd]
+
+
+def beside(odd: Any, model: nn.Module, look: Callable[[], None]) -> None:
     average = weights(model)
     for _ in steps(model):
-        for name, param in model.named_parameters():
-            average[name] = average[name].lerp(param.detach(), 0.1)
-        variables.look({"average": {name: one.clone() for name, one in average.items()}})
-    assert not said
+        for one in average.values():
+            one.mul_(0.9).add_(0.1)
+        look()
+    del odd
+
+
+@pytest.mark.parametrize("number", range(len(odd_values())))
+def test_whatever_is_in_a_variable_training_goes_on(number: int) -> None:
+    (reason,) = said_of(lambda model, look: beside(odd_values()[number], model, look))
+    assert reason.startswith("the variable average of beside()")
 
 
 def test_what_another_session_carries_is_carried() -> None:
@@ -178,15 +248,19 @@ def test_what_another_session_carries_is_carried() -> None:
     assert not said
 
 
+def keeps_a_batch(look: Callable[[], None]) -> bool:
+    batch = torch.zeros(5)
+    reference = weakref.ref(batch)
+    look()
+    del batch
+    gc.collect()
+    return reference() is not None
+
+
 def test_a_look_keeps_nothing_alive() -> None:
     model, said = nn.Linear(3, 2), list[str]()
     variables = LoopVariables(lambda: [model], lambda: [model], said.append)
-    batch = torch.zeros(5)
-    reference = weakref.ref(batch)
-    variables.look({})
-    del batch
-    gc.collect()
-    assert reference() is None
+    assert not keeps_a_batch(lambda: variables.look({}))
 
 
 def test_a_dict_of_variables_that_the_script_has_stays_whole() -> None:
@@ -194,4 +268,12 @@ def test_a_dict_of_variables_that_the_script_has_stays_whole() -> None:
     variables = LoopVariables(lambda: [model], lambda: [model], said.append)
     settings = locals()
     variables.look({})
-    assert settings["model"] is model
+    assert sorted(settings) == ["model", "said", "variables"]
+
+
+def test_names_that_were_made_by_exec_stay() -> None:
+    model, said = nn.Linear(3, 2), list[str]()
+    variables = LoopVariables(lambda: [model], lambda: [model], said.append)
+    exec("made = 3")
+    variables.look({})
+    assert eval("made") == 3

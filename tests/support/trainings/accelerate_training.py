@@ -52,7 +52,7 @@ class Case:
         own_loader: the user's loader is torchdata's.
         two: a second loader, iterated together with the first.
         in_turns: a second loader, of which the second batch of each epoch takes one.
-        left: evaluations inside the loop leave their loader behind its first batch.
+        left: evaluations at the top of an epoch, and inside the loop, leave their loader behind its first batch.
         evaluation_loader: evaluate on a prepared loader, with these arguments; ``elsewhere``: one that the plugin does
             not prepare.
         cut: sharding by the user before the model is prepared: "", "fsdp2" or "fsdp1".
@@ -247,6 +247,8 @@ class Training(Process):
             torch.rand(first + 1)  # draws at the top of an epoch must not affect the resume
             if first == 0:
                 self.note("draw", (epoch,), torch.rand(()))
+            if self.run.case.left:
+                next(iter(self.evaluation_loader))
             batches = zip(loader, prepared[4], strict=True) if self.run.case.two else loader
             self.others = iter(prepared[4]) if self.run.case.in_turns else None
             for number, batch in enumerate(batches, start=first):
