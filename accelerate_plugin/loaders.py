@@ -331,9 +331,12 @@ def begun_loaders(accelerator: Any) -> list[tuple[int, bool, int]]:
     Accelerate lets the one that began last decide where an accumulation ends, also when its loop was left long ago.
     """
     numbers = {id(loader): number for number, loader in enumerate(accelerator._dataloaders)}
+    begun = accelerator.gradient_state.dataloader_references[1:]
+    # One that has begun again is there twice, and leaves both places when it ends.
+    last = [each for at, each in enumerate(begun) if each not in begun[at + 1 :]]
     return [
         (numbers.get(id(each), -1), bool(getattr(each, "end_of_dataloader", False)), getattr(each, "remainder", -1))
-        for each in accelerator.gradient_state.dataloader_references[1:]
+        for each in last
     ]
 
 
