@@ -340,14 +340,17 @@ def begun_loaders(accelerator: Any) -> list[tuple[int, bool, int]]:
     ]
 
 
-def restore_begun(accelerator: Any, begun: Sequence[tuple[int, bool, int]]) -> str | None:
-    """Restore what :func:`begun_loaders` returned; one line on why accumulations may end otherwise now, or None."""
+def restore_begun(accelerator: Any, begun: Sequence[tuple[int, bool, int]], in_loop: bool = False) -> str | None:
+    """Restore what :func:`begun_loaders` returned; one line on why accumulations may end otherwise now, or None.
+
+    `in_loop`: a loader has gone on already, and knows its place.
+    """
     loaders, references, line = accelerator._dataloaders, [None], None
     for number, last, remainder in begun:
         loader = loaders[number] if 0 <= number < len(loaders) else None
-        if loader is not None:
+        if loader is not None and not in_loop:
             loader.end_of_dataloader, loader.remainder = last, remainder
-        elif number >= 0:
+        elif loader is None and number >= 0:
             line = "a loop over a loader that is prepared later was left early, and decided where an accumulation ends"
         references.append(loader)
     accelerator.gradient_state.dataloader_references = references

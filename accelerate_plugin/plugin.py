@@ -384,7 +384,7 @@ class MemCheckpointPlugin:
             self._attached_session("the loop").restore_rng()
             if not same(self._objects.capture(), self._at_begin):
                 self._objects.restore(self._at_begin)
-            restore_begun(self.accelerator, self._begun_before)
+            restore_begun(self.accelerator, self._begun_before, in_loop=True)
 
     def _attached_session(self, what: str) -> memckpt.Session:
         if self._session is None:
