@@ -46,6 +46,7 @@ class Lifetime:
 
     def trainer_came(self) -> None:
         self.idle_since = None
+        self._is_missed = False
 
     def trainers_left(self) -> None:
         self.idle_since = self._clock()

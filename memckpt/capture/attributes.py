@@ -284,7 +284,7 @@ class FoundObjects(Attributes):
         for own, attribute, name, of_object in _attributes_below(roots):
             if own[attribute] is None:
                 self._empty.append((own, attribute))
-            for path, one in members_of(name, own[attribute]):
+            for path, one in _members(name, own[attribute]):
                 if is_container(one):
                     self._sized.append((one, len(one), _count_kept(one), any(each is None for each in _few(one))))
                 elif issubclass(type(one), torch.Tensor) and id(own) not in metrics:
@@ -410,7 +410,7 @@ def modules_beside(modules: Iterable[nn.Module], owners: Mapping[str, object]) -
     while looked:
         new: dict[str, nn.Module] = {}
         for own, attribute, name, _ in _attributes_below(looked):
-            for path, one in members_of(name, own[attribute]):
+            for path, one in _members(name, own[attribute]):
                 if not issubclass(type(one), nn.Module) or id(one) in inside or isinstance(one, torch.jit.ScriptModule):
                     continue
                 tensors = list(_all_tensors(one))
@@ -489,7 +489,7 @@ def _owners_below(roots: Mapping[str, object]) -> Iterator[tuple[dict[str, Any],
             own, start = attributes_of(owner), ".".join(filter(None, (root, path)))
             yield own, start, False
             for attribute in [each for each in own if each not in MODULE_NAMES]:
-                for name, one in members_of(f"{start}.{attribute}", own[attribute]):
+                for name, one in _members(f"{start}.{attribute}", own[attribute]):
                     if _is_stateless(one) and id(one) not in met:
                         met.add(id(one))
                         yield attributes_of(one), name, True
@@ -516,7 +516,7 @@ def is_container(value: Any) -> bool:
     return issubclass(type(value), _CONTAINERS)
 
 
-def members_of(name: str, value: Any, depth: int = 2) -> Iterator[tuple[str, Any]]:
+def _members(name: str, value: Any, depth: int = 2) -> Iterator[tuple[str, Any]]:
     """A value, or the members of a container and of containers in it, by dotted name; containers, too."""
     yield name, value
     if depth and is_container(value):
@@ -524,7 +524,7 @@ def members_of(name: str, value: Any, depth: int = 2) -> Iterator[tuple[str, Any
         inner = depth - 1 if len(value) <= _FEW_MEMBERS else 0
         for key, one in list(itertools.islice(named, _MOST_MEMBERS)):  # at once: other threads may write to it
             if (label := _label(key)) != "" and (inner or not is_container(one)):
-                yield from members_of(f"{name}.{label}", one, inner)
+                yield from _members(f"{name}.{label}", one, inner)
 
 
 def _label(key: Any) -> str:

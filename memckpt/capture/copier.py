@@ -178,7 +178,7 @@ class AcceleratorCopier:
         self._stream = module.Stream(device)
         #: Makes the device the current one: leaving a stream would open a context on one that has none.
         self._at = functools.partial(getattr(module, "device", contextlib.nullcontext), device)
-        #: Of the current device; None: no graph is recorded on such devices.
+        #: Whether a graph is recorded on the current device; None: on such devices none is.
         self._is_capturing = getattr(module, "is_current_stream_capturing", None)
         #: XPU has but one kind of event.
         self._event_options = {} if device.type == "xpu" else {"blocking": True}

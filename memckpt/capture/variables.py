@@ -70,7 +70,7 @@ class _Seen:
 
 @dataclass
 class _Found:
-    """What the variables hold: modules by name; tensors in containers, by the name of the outermost one.
+    """Findings of a look: modules by name, and tensors in containers by the name of the outermost one.
 
     `met`: what is carried or has been looked into, by `id`; `left`: number of members and objects that still may be.
     """
@@ -273,7 +273,7 @@ def _skipping(name: str) -> Iterator[None]:
     """Leave out a variable whose value cannot be looked at: nobody has asked for it, and training goes on."""
     try:
         yield
-    except Exception:
+    except Exception:  # of the user's class, or of a library's: what it raises is no fault of the training
         _log.debug("memckpt: the variable %s is not looked at", name, exc_info=True)
 
 

@@ -22,6 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import memckpt
 from accelerate_plugin import MemCheckpointPlugin
+from accelerate_plugin.loaders import begun_loaders, restore_begun
+from accelerate_plugin.loop import LoopWatch
 from memckpt.config import MemckptConfig
 from memckpt.errors import (
     ConfigurationError,
@@ -441,3 +443,24 @@ def test_messages_are_shown_unless_logging_is_configured() -> None:
     configured.parent = logging.getLogger()
     show_by_default(configured)
     assert configured.level == logging.ERROR
+
+
+def test_a_loader_that_is_prepared_later_and_was_left_early_is_said() -> None:
+    loader = SimpleNamespace(end_of_dataloader=False, remainder=-1)
+    state = SimpleNamespace(dataloader_references=[None, loader, loader])
+    accelerator = SimpleNamespace(_dataloaders=[loader], gradient_state=state)
+    assert begun_loaders(accelerator) == [(0, False, -1)], "it has begun twice, and ends once"
+    assert restore_begun(accelerator, [(0, True, 3)]) is None
+    assert (state.dataloader_references, loader.end_of_dataloader, loader.remainder) == ([None, loader], True, 3)
+    line = restore_begun(accelerator, [(1, False, -1)])
+    assert line is not None
+    assert "prepared later was left early" in line
+
+
+def test_an_epoch_without_a_step_is_a_mistake_only_where_none_was_ever_taken() -> None:
+    watch = LoopWatch()
+    watch.nothing_to_commit()
+    watch.check_epoch(has_stepped=True)
+    watch.nothing_to_commit()
+    with pytest.raises(UsageError, match="no optimizer has stepped"):
+        watch.check_epoch(has_stepped=False)

@@ -138,3 +138,21 @@ def test_an_agent_whose_run_directory_was_removed_ends() -> None:
             loop.turn()
     assert lifetime.over == "its run directory was removed, and no trainer finds it any more"
     assert next(found, None) is None, "missed twice in a row, and not once"
+
+
+def test_a_miss_before_a_trainer_came_back_is_forgotten() -> None:
+    clock, held, lifetime = made(1800.0)
+    held.enabled = False
+    host: Any = lifetime._host
+    host.has_lost_file = lambda: True
+    lifetime.trainers_left()
+    clock.now += 10.0
+    lifetime.look_at_clock()
+    lifetime.trainer_came()
+    lifetime.trainers_left()
+    clock.now += 10.0
+    lifetime.look_at_clock()
+    assert lifetime.over is None
+    clock.now += 10.0
+    lifetime.look_at_clock()
+    assert lifetime.over is not None

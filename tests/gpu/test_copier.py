@@ -147,7 +147,7 @@ class Copied(TorchDispatchMode):
 
 
 def no_launch_is_long() -> None:
-    """What the user's program reads from the device meanwhile waits behind one launch, not behind a whole tensor."""
+    """Reads of the user's program meanwhile wait behind one launch, not behind a whole tensor."""
     copier = copier_of()
     large, small = torch.arange(1500.0, device="late").view(50, 30).t(), torch.ones(3, device="late")
     places = [torch.zeros(each.shape, pin_memory=True) for each in (large, small)]

@@ -383,3 +383,16 @@ def test_an_agent_that_does_not_answer_in_time_is_ended(lab: Lab, monkeypatch: p
             launch.spawn_agent(address, AgentConfig())
     for fd in (read_fd, write_fd):
         os.close(fd)
+
+
+def test_a_removed_file_is_told_from_a_disk_that_is_away(tmp_path: Path) -> None:
+    address = AgentAddress.of(tmp_path / "disk" / "run")
+    address.run_dir.mkdir(parents=True)
+    address.file_path.touch()
+    assert not address.was_removed()
+    address.file_path.unlink()
+    assert address.was_removed()
+    address.run_dir.rmdir()
+    assert address.was_removed()
+    address.run_dir.parent.rmdir()
+    assert not address.was_removed()

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memckpt.state.redo import change_values
 
-#: What a scaler has grown to by a factor that is no power of two: 2 to the 8th, times 1.7 for each growth.
+#: Scale that has grown by a factor that is no power of two: 2 to the 8th, times 1.7 for each growth.
 SCALES = [256 * 1.7**growths for growths in range(6)]
 
 

@@ -118,7 +118,7 @@ def test_a_plain_attribute_that_changes_is_found(drills: Drills) -> None:
 
 @pytest.mark.slow
 def test_each_third_resume_goes_on_at_once(drills: Drills) -> None:
-    """What a repeated step would put right shows there."""
+    """Mistakes that a repeated step puts right show there."""
     blows = drills.drill(trainings.loop, kills=3, kinds=("trainer",)).blows
     assert ["was repeated" in blow.check_line for blow in blows] == [True, True, False]
 
