@@ -13,7 +13,7 @@ from typing import NamedTuple
 from memckpt.errors import DamagedStateError, StorageError, StorageFullError
 from memckpt.storage.catalog import PASSED, PINNED, Catalog, Checkpoint, Key, read_keys, remove, remove_batch
 from memckpt.storage.chain import StoredPoint, stored_points, unneeded_batches
-from memckpt.storage.format import COMMITS, Batch, Part, Place, place_of
+from memckpt.storage.format import BASES, COMMITS, MERGED, Batch, Part, Place, place_of
 from memckpt.storage.store import Store, examine, finished_name
 from memckpt.user_messages import nbytes_text
 
@@ -51,12 +51,15 @@ def superseded(
 def leftovers(catalog: Catalog, node: str, abandoned: Sequence[Part]) -> list[str]:
     """Uncommitted files of dead writers, which may be deleted.
 
-    These are: files of `abandoned` parts, whose writer is known to be dead; files of `node`, whose writer asks and is
-    not writing, of checkpoints older than the newest complete one; and any node's files of earlier attempts. Others may
-    still be written: an agent that was told to leave saves while its successor is already running.
+    These are: files of `abandoned` parts, whose writer is known to be dead, with merged metadata if no other node can
+    have been writing it; files of `node`, whose writer asks and is not writing, of checkpoints older than the newest
+    complete one; and any node's files of earlier attempts. Others may still be written: an agent that was told to leave
+    saves while its successor is already running.
     """
     newest = next(iter(catalog.complete), None)
     dead = {place_of(part.commit_path) for part in abandoned}
+    alone = [part for part in abandoned if len(part.ranks) == part.world_size]
+    dead |= {place_of(f"{BASES}/{part.place}/{MERGED}") for part in alone}
     return [
         path
         for path, place in uncommitted(catalog).items()

@@ -495,6 +495,22 @@ def test_files_that_were_cut_short_are_left_over(tmp_path: Path) -> None:
     assert sorted(leftovers(read_catalog(store), "node", ())) == sorted(cut)
 
 
+def test_merged_metadata_that_was_cut_short_goes_with_its_writer(tmp_path: Path) -> None:
+    """The last checkpoint of a training is written again, under the same name, and none comes after it."""
+    store = LocalStore(tmp_path)
+    alone, one_of_two = part_of(1), part_of(2, node="a", ranks=(0,), world_size=2)
+    cut = {}
+    for part in (alone, one_of_two):
+        write(store, part)
+        cut[part.record] = f"base/{part.place}/.metadata.partial-0123"
+        (tmp_path / cut[part.record]).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / cut[part.record]).write_bytes(b"half")
+    catalog = read_catalog(store)
+    assert leftovers(catalog, "node", ()) == []
+    assert leftovers(catalog, "node", [alone]) == [cut[1]]
+    assert leftovers(catalog, "a", [one_of_two]) == [], "the other node may be writing it"
+
+
 def test_a_directory_that_may_not_be_listed_is_an_error_and_not_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
