@@ -263,7 +263,11 @@ class Agent:
                 self._save_to(connection, message.url)
                 return
             case StopRequest():
-                self._lifetime.over = f"stopped by pid {connection.process.pid}"
+                reason = f"stopped by pid {connection.process.pid}"
+                if message.save:
+                    self._stop(reason)
+                else:
+                    self._lifetime.over = reason
                 return
         trainer = connection.trainer
         if trainer is None or self._attempt is None or connection.nonce != self._attempt.nonce:

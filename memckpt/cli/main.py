@@ -15,10 +15,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from memckpt.cli.agents import ps, stop
 from memckpt.cli.common import Node, Run, err, print_json
 from memckpt.cli.events import events
 from memckpt.cli.export import export
-from memckpt.cli.status import status, stop
+from memckpt.cli.status import status
 from memckpt.cli.stored import ls, verify
 from memckpt.cli.tidying import gc, pin, rm
 from memckpt.config import AgentConfig
@@ -133,7 +134,7 @@ class ServiceManager:
 
 #: Commands as the help lists them. A name stands for a command of another package (entry points ``memckpt.commands``).
 _PANELS: dict[str, tuple[Callable[..., None] | str, ...]] = {
-    "A run": ("run", "worker", status, events, "report", stop, agent),
+    "A run": ("run", "worker", ps, status, events, "report", stop, agent),
     "Its checkpoints in storage": (ls, verify, export, pin, rm, gc),
     "This machine, and a run to come": ("drill", "doctor", "plan", "simulate"),
 }

@@ -1,4 +1,4 @@
-"""``memckpt status`` and ``memckpt stop``: a run's state in this node's memory, its peers' memory and storage."""
+"""``memckpt status``: a run's state in this node's memory, its peers' memory and storage."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ from memckpt.errors import AgentGoneError, AgentNotFoundError, ConfigurationErro
 from memckpt.journal.events import Entry
 from memckpt.journal.journal import Follower
 from memckpt.processes.address import AgentAddress
-from memckpt.processes.control import ask_status, stop_agent
 from memckpt.protocol.status import AuditStatus, PeerLinkStatus, PeersStatus, Status, StorageStatus
 from memckpt.state.records import RankGroup
 from memckpt.user_messages import nbytes_text
@@ -157,27 +156,6 @@ def _watch(looker: Looker, interval: float, as_json: bool) -> None:
                 entries.extend(journal.poll())
             live.update(page(view, tuple(entries), out), refresh=True)
             select.select([], [], [], interval)
-
-
-def stop(run: Run, node: Node = None, as_json: AsJson = False) -> None:
-    """Release the state that this node's memory holds for a run, and end its agent.
-
-    Checkpoints in storage stay. Exit status 11 if there is no agent.
-    """
-    address = AgentAddress.of(run, node)
-    held = ask_status(address)
-    pid = stop_agent(address)
-    if held is None or pid is None:
-        raise AgentNotFoundError(f"{no_agent(address)}: nothing to stop")
-    stored = held.storage.step if held.storage is not None else None
-    if as_json:
-        print_json({"stopped": pid, "step": held.step, "stored_step": stored})
-        return
-    what = "it held nothing" if held.step is None else f"step {held.step} is no longer held in memory"
-    typer.echo(f"agent pid {pid} has left; {what}" + ("" if stored is None else f"; step {stored} is in storage"))
-    if held.trainers:
-        pids = ", ".join(str(trainer) for _, trainer in held.trainers)
-        typer.echo(f"training goes on (pid {pids}) and starts an agent again at its next commit")
 
 
 def render(view: View) -> Group:

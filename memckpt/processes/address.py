@@ -35,6 +35,8 @@ _log = logging.getLogger("memckpt.agent")
 NODE_VARIABLE = "MEMCKPT_NODE"
 #: Length of the queue of connections that the agent has not accepted yet. A stopped agent accepts none.
 BACKLOG = 64
+#: The beginning of an agent's socket's name; 32 hexadecimal digits follow.
+_SOCKET = "memckpt-"
 #: Longest wait for room in the queue of an agent's connections, in seconds.
 _CONNECT_SECONDS = 5.0
 #: Longest time, in seconds, for which another process may start or end an agent.
@@ -356,7 +358,7 @@ class Listener:
     """An agent's two listening sockets in this process, closed by its owner; without `run_dir` only a test."""
 
     def __init__(self, run_dir: Path | None = None) -> None:
-        name = f"memckpt-{secrets.token_hex(16)}"
+        name = f"{_SOCKET}{secrets.token_hex(16)}"
         self.sockets = [listen_at(f"\0{name}")]
         self._descriptor = self._directory = -1
         try:
@@ -423,6 +425,27 @@ def listen_at(address: str) -> socket.socket:
         listening.close()
         raise
     return listening
+
+
+def agent_sockets() -> list[str]:
+    """Names of the sockets at which agents listen in this network namespace, whatever run directory they serve."""
+    pattern = re.compile(rf"@({_SOCKET}[0-9a-f]{{32}})$", re.MULTILINE)
+    return sorted(set(pattern.findall(Path("/proc/net/unix").read_text())))
+
+
+def connect_to(name: str) -> socket.socket | None:
+    """A connection to the agent that listens there; None: it has gone, takes no connection, or is another user's."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.setblocking(False)
+        sock.connect(f"\0{name}")
+        sock.setblocking(True)
+        if peer(sock)[1] == os.getuid():
+            return sock
+    except (ConnectionRefusedError, BlockingIOError, PermissionError) as error:
+        _log.info("no agent answers at %s: %s", name, error)
+    sock.close()
+    return None
 
 
 def peer(sock: socket.socket) -> tuple[int, int]:

@@ -1,13 +1,17 @@
-"""Commands to a run's agent from outside the training: status, save, stop."""
+"""Commands to agents from outside the training: status, save, stop."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
 
 from memckpt.errors import AgentError, AgentGoneError, AgentNotFoundError, NothingHeldError
-from memckpt.processes.address import AgentAddress, peer
+from memckpt.processes.address import AgentAddress, agent_sockets, connect_to, peer
 from memckpt.processes.handles import ProcessHandle
 from memckpt.protocol.channel import AgentToTrainer, TrainerChannel, TrainerToAgent
 from memckpt.protocol.status import Status, StatusRequest, StopRequest
@@ -53,25 +57,66 @@ def save_to(address: AgentAddress, url: str, timeout: float) -> Saved:
 def stop_agent(address: AgentAddress, timeout: float = 10.0) -> int | None:
     """Make the agent drop everything and end; returns its pid, if there was one. Raises AgentError: it does not end."""
     sock = address.connect()
-    if sock is None:
-        return None
+    return None if sock is None else stop_at(sock, save=False, timeout=timeout).pid
+
+
+class Stopped(NamedTuple):
+    """An agent that has ended; `unsaved`: why what it held is not in storage, empty if it is or nothing was to be."""
+
+    pid: int
+    unsaved: str = ""
+
+
+def stop_at(sock: socket.socket, save: bool, timeout: float = 10.0) -> Stopped:
+    """Make the agent at the other end leave, which drops what it holds; closes the socket.
+
+    With `save` what storage lacks is written there first, whatever time that takes. Raises AgentError: it does not end.
+    """
     pid = peer(sock)[0]
     with contextlib.ExitStack() as stack:
         channel = stack.enter_context(contextlib.closing(TrainerChannel(sock)))
         try:
             process = stack.enter_context(contextlib.closing(ProcessHandle.of_peer(sock, pid)))
         except ProcessLookupError:
-            return pid  # it has just ended
+            return Stopped(pid)  # it has just ended
+        unsaved = ""
         try:
-            channel.send(StopRequest(), timeout=timeout)
-            while not isinstance(channel.receive(timeout)[0], Leaving):
-                continue
+            channel.send(StopRequest(save), timeout=timeout)
+            while True:
+                message = channel.receive(None if save else timeout)[0]
+                if isinstance(message, Leaving) and message.last:
+                    unsaved = message.unsaved
+                    break
             if not process.wait(timeout):
                 raise AgentError(f"agent pid {pid} announced its end but has not ended within {timeout:.0f} s")
         except AgentGoneError as error:
             if not process.wait(timeout):
                 raise AgentError(f"agent pid {pid} does not end: {error}") from error
-    return pid
+    return Stopped(pid, unsaved)
+
+
+class AgentHere(NamedTuple):
+    """An agent of this user on this machine. `status`: None where it does not answer, being stopped or hanging."""
+
+    connect: Callable[[], socket.socket | None]
+    pid: int
+    status: Status | None
+
+
+def agents_here(timeout: float = 10.0) -> Iterator[AgentHere]:
+    """All agents of this user, also of run directories that are gone; not those of other network namespaces."""
+    for name in agent_sockets():
+        sock = connect_to(name)
+        if sock is None:
+            continue
+        pid, answer = peer(sock)[0], None
+        with contextlib.closing(TrainerChannel(sock)) as channel:
+            try:
+                channel.send(StatusRequest(), timeout=timeout)
+                answer = channel.receive(timeout)[0]
+            except AgentGoneError as error:
+                _log.info("agent pid %d: %s", pid, error)
+        yield AgentHere(partial(connect_to, name), pid, answer if isinstance(answer, Status) else None)
 
 
 def relieve(address: AgentAddress, timeout: float = 10.0) -> None:

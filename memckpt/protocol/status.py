@@ -126,7 +126,9 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
 
 
 class StopRequest(msgspec.Struct, frozen=True, tag="stop"):
-    """Leave, and let go of everything that is held."""
+    """Leave, and let go of everything that is held; with `save` once what storage lacks is written there."""
+
+    save: bool = False
 
 
 class PeersReport(msgspec.Struct, frozen=True, tag="peers"):

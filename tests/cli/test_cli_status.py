@@ -1,4 +1,4 @@
-"""``memckpt status`` and ``stop``: with an agent, without one, and with storage that cannot be read."""
+"""``memckpt status``: with an agent, without one, and with storage that cannot be read."""
 
 from __future__ import annotations
 
@@ -352,7 +352,7 @@ def test_a_watch_on_a_terminal_changes_in_place_and_ends_with_ctrl_c(
 
 
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
-def test_status_and_stop_with_an_agent(lab: Lab, redo: str) -> None:
+def test_status_with_an_agent(lab: Lab, redo: str) -> None:
     settings = config(redo, storage=StorageConfig(every_steps=5, min_seconds=3600))
     actions = {**BEFORE_5, ("after commit", 7): until_stored(5), ("backward", 8): kill_self}
     lab.train(PLAIN, settings, actions=actions)
@@ -370,18 +370,6 @@ def test_status_and_stop_with_an_agent(lab: Lab, redo: str) -> None:
     text = invoke("status", lab.run_dir)[1]
     assert "step 7" in text
     assert redo in text
-    code, text = invoke("stop", lab.run_dir)
-    assert code == 0
-    assert "has left; step 7 is no longer held in memory; step" in text
-    assert invoke_json("status", lab.run_dir)[1]["agent"] is None
-
-
-def test_stop_says_what_it_let_go_of(lab: Lab) -> None:
-    child = lab.start_agent()
-    code, found = invoke_json("stop", lab.run_dir)
-    assert code == 0
-    assert found == {"stopped": child.pid, "step": None, "stored_step": None}
-    assert child.wait() == 0
 
 
 # Whether all is well

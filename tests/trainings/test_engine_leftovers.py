@@ -35,7 +35,7 @@ def test_a_finished_run_leaves_only_its_run_directory(lab: Lab, redo: str) -> No
 
 
 @pytest.mark.promise("a run leaves no process, memory or file behind except its run directory")
-@pytest.mark.promise("`memckpt stop`")
+@pytest.mark.promise("`memckpt stop --discard`")
 @pytest.mark.parametrize("how", ["request", "SIGTERM", "SIGINT", "SIGKILL"])
 def test_an_agent_that_is_told_to_leave_leaves_nothing(lab: Lab, how: str) -> None:
     lab.train(PLAIN, config("lazy"), actions=DIE_AFTER_9)
