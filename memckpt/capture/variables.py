@@ -7,6 +7,7 @@ over at a resume, so the loop's variables are looked at, and what changes is nam
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import inspect
 import logging
@@ -16,7 +17,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -289,9 +290,18 @@ def _frames() -> Iterator[FrameType]:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if package in _LOOPS:
             return
-        if package not in LIBRARIES and _ASKS_FOR_VARIABLES.isdisjoint(frame.f_code.co_names):
+        if package not in LIBRARIES and not _asks_for_variables(frame.f_code):
             left -= 1
             yield frame
+
+
+@functools.lru_cache(maxsize=256)
+def _asks_for_variables(code: CodeType) -> bool:
+    """Whether a function calls one of these built-in functions: `model.eval()`, say, is none."""
+    if _ASKS_FOR_VARIABLES.isdisjoint(code.co_names):
+        return False
+    loads = (each for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return any(each.argval in _ASKS_FOR_VARIABLES for each in loads)
 
 
 def _variables_of(frame: FrameType) -> dict[str, Any]:

@@ -62,6 +62,16 @@ def module_average(model: nn.Module, look: Callable[[], None]) -> None:
         look()
 
 
+def evaluated(model: nn.Module, look: Callable[[], None]) -> None:
+    """It calls a method with the name of a built-in function that fills the dict of variables."""
+    average = copy.deepcopy(model)
+    for _ in steps(model):
+        model.eval()
+        for ours, param in zip(average.parameters(), model.parameters(), strict=True):
+            ours.data.lerp_(param.data, 0.1)
+        look()
+
+
 def written_dict(model: nn.Module, look: Callable[[], None]) -> None:
     average = weights(model)
     for _ in steps(model):
@@ -147,6 +157,7 @@ def said_of(loop: Callable[[nn.Module, Callable[[], None]], None], **provided: A
     ("loop", "name"),
     [
         (module_average, "the variable average of module_average(), a Linear,"),
+        (evaluated, "the variable average of evaluated(), a Linear,"),
         (written_dict, "the variable average of written_dict()"),
         (late_and_nested, "the variable held of late_and_nested()"),
         (replaced_in_an_object, "the variable average.shadow of replaced_in_an_object()"),

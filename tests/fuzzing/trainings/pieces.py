@@ -245,7 +245,11 @@ PIECES: dict[str, Piece] = {
     ),
     # schedules and averages
     "cosine": _schedule("schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opts[0], 24)"),
-    "one cycle": _schedule("schedule = torch.optim.lr_scheduler.OneCycleLR(opts[0], 0.05, 60, cycle_momentum=False)"),
+    "one cycle": _schedule(
+        "schedule = torch.optim.lr_scheduler.OneCycleLR(opts[0], 0.05, 60, cycle_momentum=False)",
+        "schedule.step()",
+        "groups",  # those that are added have no rates of their own
+    ),
     "plateau": _schedule(
         "schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(opts[0], patience=1)",
         behind="schedule.step(float(loss))",
@@ -313,8 +317,8 @@ PIECES: dict[str, Piece] = {
     ),
     "hook of the step hung up": Piece(
         start="if step == 8:\n"
-        "    opts[0].register_step_pre_hook(lambda opt, *rest: [p.grad.mul_(0.5) for group in opt.param_groups "
-        "for p in group['params'] if p.grad is not None] and None)",
+        "    opts[0].register_step_pre_hook(lambda opt, *rest: ([p.grad.mul_(0.5) for group in opt.param_groups "
+        "for p in group['params'] if p.grad is not None], None)[1])",
         clash=_f("hooks", "flags"),
         said="had got the hook",
     ),
@@ -408,7 +412,7 @@ PIECES: dict[str, Piece] = {
     ),
     "layer wider": Piece(
         start=code("""
-            if step == 9:
+            if step == 9 and not any(hasattr(opt, 'slow') for opt in opts):
                 old = model.head
                 model.head = nn.Linear(old.in_features, 5 + 1, dtype=old.weight.dtype)
                 for opt in opts:
@@ -561,7 +565,7 @@ PIECES: dict[str, Piece] = {
         start="if step >= 8 and not hasattr(model.head, 'weight_mask'):\n"
         "    torch.nn.utils.prune.l1_unstructured(model.head, 'weight', 0.3)",
         wants=_f("default"),
-        clash=_f("storage", "hooks", "loss"),
+        clash=_f("storage", "hooks", "loss", "copy"),
         said="parameter no longer",
     ),
     "parametrized later": Piece(

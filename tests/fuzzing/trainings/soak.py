@@ -58,7 +58,7 @@ def main() -> int:
         counted[verdict.kind] += 1
         if verdict.kind in ("wrong", "invalid"):
             ways[f"{verdict.kind}: {verdict.way}"] += 1
-            path = args.scripts / f"{verdict.kind}-{seed}.py"
+            path = args.scripts / f"{verdict.kind}_{seed}.py"
             path.write_text(script)
             lines = [f"seed {seed}: {verdict.kind}: {verdict.why}", *verdict.details, f"in {path}"]
             print("\n".join(lines), flush=True)
