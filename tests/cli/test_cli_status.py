@@ -370,6 +370,8 @@ def test_status_with_an_agent(lab: Lab, redo: str) -> None:
     text = invoke("status", lab.run_dir)[1]
     assert "step 7" in text
     assert redo in text
+    lab.stop()
+    assert invoke_json("status", lab.run_dir)[1]["agent"] is None
 
 
 # Whether all is well
