@@ -25,6 +25,7 @@ from memckpt.errors import DrillError
 if TYPE_CHECKING:
     from memckpt_tools.drill.comparison import Verdict
     from memckpt_tools.drill.job import Start
+    from memckpt_tools.drill.workplace import Workplace
 
 
 def drill(
@@ -64,25 +65,34 @@ def drill(
             "--dir", help="New directory for run directories and outputs; it is kept. Default: a temporary one."
         ),
     ] = None,
+    in_place: Annotated[
+        bool,
+        typer.Option("--in-place", help="Run the script in the working directory itself, not in copies."),
+    ] = False,
     json: Annotated[
         Path | None, typer.Option("--json", help="Write what was found to a file, too, as JSON.", metavar="FILE")
     ] = None,
 ) -> None:
     """Train twice undisturbed, then with kills, and say whether these have left a trace.
 
-    The script is run as it is, three times and more, but for its run directory: every run has a new one, in --dir. What
-    else the script writes, it writes again. Each resume repeats its last step as a proof. Exit status: 0 if the killed
-    run is equal to an undisturbed one bit for bit, or, where two undisturbed ones differ, no further from them than
-    they are from each other; 1 if it is not; 15 if the drill could not be carried out.
+    The script is run as it is, three times and more, each time in a copy of the working directory, with a run directory
+    of its own. What it writes below the working directory stays apart from your files; what it writes elsewhere, it
+    writes again. Large files are linked, and named if they change.
+
+    Most resumes repeat their last step as a proof. Exit status: 0 if the killed run is equal to an undisturbed one bit
+    for bit, or, where two undisturbed ones differ, no further from them than they are from each other; 1 if it is not;
+    15 if the drill could not be carried out.
     """
     from memckpt_tools.drill import supervisor
     from memckpt_tools.drill.supervisor import FIRST, KILLED, ON_ONE, ON_SEVERAL, SECOND, WITHOUT, draw, parse_kinds
     from memckpt_tools.drill.text import as_json, print_result, print_undisturbed
+    from memckpt_tools.drill.workplace import Workplace
 
     chosen = parse_kinds(kinds or (ON_ONE if nodes == 1 else ON_SEVERAL), nodes)
     seed = random.SystemRandom().randrange(10_000) if seed is None else seed
     draw(seed, kills, steps, chosen)  # refuses what cannot be, before anything is trained
     place = _make(directory)
+    workplace = None if in_place else Workplace(Path.cwd(), place)
     on_nodes = f", {nodes} nodes simulated on this machine" if nodes > 1 else ""
     out.print(
         f"{shlex.join(command)}: {steps} steps, {kills} kills, seed {seed}{on_nodes}", markup=False, soft_wrap=True
@@ -102,13 +112,15 @@ def drill(
 
             plan = supervisor.Plan(kills, steps, seed, patience, chosen, nodes, overhead)
             with _ending_by_signal():
-                result = supervisor.drill(place, _start(command), plan, show, undisturbed.append)
+                result = supervisor.drill(place, _start(command, workplace), plan, show, undisturbed.append)
         if json is not None:
             _write(json, as_json(result, command, seed))
         print_undisturbed(undisturbed.pop())
         print_result(result)
         keeps = directory is not None or result.verdict.outcome == "different"
     finally:
+        for path in workplace.changed() if workplace is not None else ():
+            err.print(f"The script has written to {path}, which is too large to be copied", style="red", markup=False)
         for verdict in undisturbed:  # the killed run failed: these two may say why
             print_undisturbed(verdict)
         if keeps:
@@ -152,15 +164,18 @@ def _write(path: Path, value: Any) -> None:
         raise DrillError(f"--json: expected a file that can be written, found {error}; name another one") from error
 
 
-def _start(command: list[str]) -> Start:
+def _start(command: list[str], workplace: Workplace | None) -> Start:
     def start(variables: Mapping[str, str | None], log: Path) -> subprocess.Popen[bytes]:
         environment = {name: value for name, value in os.environ.items() if variables.get(name, "") is not None}
         environment |= {name: value for name, value in variables.items() if value is not None}
+        directory = Path.cwd() if workplace is None else workplace.of(log.parent)
+        environment["PWD"] = str(directory)
         with log.open("ab") as output:
             try:
                 return subprocess.Popen(
                     command,
                     env=environment,
+                    cwd=directory,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,

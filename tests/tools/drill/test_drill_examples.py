@@ -50,6 +50,7 @@ def test_a_drill_of_each_example_passes(example: str, tmp_path: Path) -> None:
     assert (found["outcome"], found["repeats_itself"], found["differences"]) == ("equal", True, [])
     assert (found["overhead"]["problem"], found["overhead"]["changed"]) == ("", None)
     assert found["overhead"]["unprotected"] > 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["drill", "found.json"], "results are the user's"
     assert {kill["kind"] for kill in found["kills"]} == {"trainer", "agent", "both"}
     assert [kill["check"] for kill in found["kills"] if kill["kind"] == "trainer"] == ["equal"]
 

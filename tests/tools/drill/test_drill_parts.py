@@ -205,7 +205,7 @@ def test_a_drill_that_is_ended_ends_what_it_has_started(tmp_path: Path) -> None:
     """By a CI's time limit, say."""
     script = ["sh", "-c", "echo $$ > started; mv started pid; exec sleep 600"]
     with subprocess.Popen(
-        [sys.executable, "-m", "memckpt", "drill", "--dir", "drill", "--", *script],
+        [sys.executable, "-m", "memckpt", "drill", "--dir", "drill", "--in-place", "--", *script],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
