@@ -49,6 +49,7 @@ def describe_groups(live: LiveState) -> dict[str, Any]:
         "late": live.describe_late(),
         "modules": live.tree.describe(lambda what: live.not_carried.setdefault(what)),
         "groups": describe_settings(live),
+        "unlinked": _unlinked(live),
         "defaults": _changed_defaults(live),
         "trainable": {name: param.requires_grad for name, param in live.named_parameters()},
         "state_order": _state_order(live),
@@ -71,6 +72,45 @@ def describe_settings(live: LiveState) -> list[list[dict[str, Any]]]:
             values["params"] = in_group
         described.append(settings)
     return described
+
+
+def _unlinked(live: LiveState) -> list[list[dict[str, int]]]:
+    """Keys of tensors in groups that have taken the place of those that a new process makes, by optimizer and group.
+
+    What the script does to the tensor it made, as `rate.mul_(0.9)`, does not change them. One number stands for one
+    tensor. `load_state_dict()` puts such tensors there.
+    """
+    if live.born_group_tensors is None:
+        live.born_group_tensors = _group_tensors(live)
+    born = set(map(id, live.born_group_tensors))
+    numbers: dict[int, int] = {}
+    return [
+        [
+            {
+                key: numbers.setdefault(id(value), len(numbers))
+                for key, value in group.items()
+                if isinstance(value, torch.Tensor) and id(value) not in born
+            }
+            for group in optimizer.param_groups
+        ]
+        for optimizer in live.optimizers
+    ]
+
+
+def _group_tensors(live: LiveState) -> list[torch.Tensor]:
+    groups = [group for optimizer in live.optimizers for group in optimizer.param_groups]
+    return [value for group in groups for value in group.values() if isinstance(value, torch.Tensor)]
+
+
+def _unlink(live: LiveState, unlinked: Sequence[Sequence[Mapping[str, int]]]) -> None:
+    """Put other tensors in the place of those that this process has made, where the run that is continued had some."""
+    live.born_group_tensors = _group_tensors(live)
+    others: dict[int, torch.Tensor] = {}
+    for optimizer, groups in zip(live.optimizers, unlinked, strict=True):
+        for group, keys in zip(optimizer.param_groups, groups, strict=False):  # groups that came later are made anew
+            for key, number in keys.items():
+                if isinstance(made := group.get(key), torch.Tensor):
+                    group[key] = others.setdefault(number, made.detach().clone())
 
 
 def _changed_defaults(live: LiveState) -> list[dict[str, Any]]:
@@ -131,6 +171,7 @@ def restore_groups(live: LiveState, described: Mapping[str, Any]) -> None:
     for name, flag in described["trainable"].items():
         if tensors[name].requires_grad != flag:
             tensors[name].requires_grad_(flag)
+    _unlink(live, described["unlinked"])
     restore_settings(live, described["groups"])
     for optimizer, changed in zip(live.optimizers, described["defaults"], strict=True):
         if changed:

@@ -260,7 +260,8 @@ def _key(tensor: torch.Tensor) -> Any:
 
 
 def _shapes(tensors: Iterable[torch.Tensor]) -> Counter[torch.Size]:
-    return Counter(one.shape for one in tensors)
+    """Shapes of those that have elements: memory of none tells no copy from what is carried."""
+    return Counter(one.shape for one in tensors if one.numel())
 
 
 def _covers(held: Mapping[str, tuple[object, torch.Tensor]], trained: Iterable[Counter[torch.Size]]) -> bool:

@@ -80,6 +80,11 @@ def written_dict(model: nn.Module, look: Callable[[], None]) -> None:
         look()
 
 
+def with_an_empty_weight(model: nn.Module, look: Callable[[], None]) -> None:
+    model.unused = nn.Linear(0, 2, bias=False)
+    written_dict(model, look)
+
+
 def late_and_nested(model: nn.Module, look: Callable[[], None]) -> None:
     held: dict[str, Any] = {"average": None}
     for step in steps(model):
@@ -158,6 +163,7 @@ def said_of(loop: Callable[[nn.Module, Callable[[], None]], None], **provided: A
     [
         (module_average, "the variable average of module_average(), a Linear,"),
         (evaluated, "the variable average of evaluated(), a Linear,"),
+        (with_an_empty_weight, "the variable average of written_dict()"),
         (written_dict, "the variable average of written_dict()"),
         (late_and_nested, "the variable held of late_and_nested()"),
         (replaced_in_an_object, "the variable average.shadow of replaced_in_an_object()"),

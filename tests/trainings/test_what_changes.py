@@ -327,6 +327,30 @@ def test_an_optimizer_around_another_one_whose_state_it_has(lab: Lab) -> None:
     survives(lab, lambda process: process.train(lambda *_: None), KILLS, kind=LookingAhead)
 
 
+class RateTensor(Changing):
+    """Two groups share a rate that the loop lowers; they have another one once they have loaded their own state."""
+
+    def objects(self) -> tuple[Any, Any]:
+        model = Net(self.width)
+        self.rate = torch.tensor(0.02)
+        groups = [{"params": [*layer.parameters()]} for layer in (model.first, model.last)]
+        return model, torch.optim.Adam(groups, self.rate, foreach=False)
+
+
+@pytest.mark.parametrize("loads_at", [None, 4])
+def test_a_rate_that_the_loop_holds_too_until_state_is_loaded(lab: Lab, loads_at: int | None) -> None:
+    def lower(process: Any, step: int) -> None:
+        process.rate.mul_(0.8)
+        if step == loads_at:
+            process.optimizer.load_state_dict(process.optimizer.state_dict())
+        elif loads_at is not None and step > loads_at:
+            rates = [group["lr"] for group in process.optimizer.param_groups]
+            rates[0].mul_(0.9)  # of both, as one tensor stands in both groups
+            process.note(f"rates {step}", [float(rate).hex() for rate in rates])
+
+    survives(lab, lambda process: process.train(lower), KILLS, kind=RateTensor)
+
+
 class ScalarInTurns(Changing):
     """A parameter of one bfloat16: Adam counts its steps in another type, for which a snapshot has no room."""
 
