@@ -44,22 +44,9 @@ def ps(as_json: AsJson = False) -> None:
 
 
 def _as_json(agent: AgentHere) -> dict[str, object]:
-    status = agent.status
-    if status is None:
-        return {"pid": agent.pid, "answers": False}
-    return {
-        "pid": agent.pid,
-        "answers": True,
-        "run_dir": status.run_dir,
-        "run_dir_exists": Path(status.run_dir).is_dir(),
-        "node": status.node,
-        "step": status.step,
-        "stored_step": status.storage.step if status.storage is not None else None,
-        "held_bytes": status.held_bytes,
-        "trainers": [pid for _, pid in status.trainers],
-        "seconds_since_commit": status.seconds_since_commit,
-        "uptime_seconds": status.uptime_seconds,
-    }
+    """`agent` is as in ``memckpt status --json``; null: it does not answer."""
+    removed = agent.status is not None and not Path(agent.status.run_dir).is_dir()
+    return {"pid": agent.pid, "run_dir_removed": removed, "agent": agent.status}
 
 
 def _row(agent: AgentHere) -> tuple[Text | str, ...]:

@@ -94,11 +94,12 @@ def test_an_agent_whose_storage_fails_stays_unless_its_state_is_discarded(lab: L
 def test_ps_lists_agents_also_of_directories_that_are_gone(lab: Lab) -> None:
     pid = held_at_7(lab)
     found = next(one for one in invoke_json("ps")[1]["agents"] if one["pid"] == pid)
-    assert (found["run_dir"], found["run_dir_exists"], found["step"]) == (str(lab.run_dir), True, 7)
-    assert found["held_bytes"] > 0
+    agent = found["agent"]
+    assert (agent["run_dir"], agent["step"], found["run_dir_removed"]) == (str(lab.run_dir), 7, False)
+    assert agent["held_bytes"] > 0
     shutil.rmtree(lab.run_dir)
     found = next(one for one in invoke_json("ps")[1]["agents"] if one["pid"] == pid)
-    assert not found["run_dir_exists"]
+    assert found["run_dir_removed"]
     assert "(removed)" in invoke("ps")[1].replace("\n", " ")
     kill_and_wait(pid)  # it would end by itself, some time later
 
