@@ -86,8 +86,8 @@ class Opt:
 
     @property
     def decays(self) -> bool:
-        """Whether its groups take a ``weight_decay``."""
-        return self.make.startswith("torch.") and "fused" not in self.make
+        """Whether its groups take a ``weight_decay``: none does with sparse gradients."""
+        return self.make.startswith("torch.") and "fused" not in self.make and "dense" in self.wants
 
 
 @dataclass(frozen=True)

@@ -412,7 +412,7 @@ PIECES: dict[str, Piece] = {
     ),
     "layer wider": Piece(
         start=code("""
-            if step == 9 and not any(hasattr(opt, 'slow') for opt in opts):
+            if step == 9:
                 old = model.head
                 model.head = nn.Linear(old.in_features, 5 + 1, dtype=old.weight.dtype)
                 for opt in opts:

@@ -32,6 +32,12 @@ _APART: dict[str, set[str]] = {
     "adam of a tensor": {"foreach switched on"},
     "sometimes a branch": {"layer wider"},
     "tried again": {"frozen in turns"},
+    "scaled": {"unfrozen later"},  # a scaler wants gradients of each optimizer
+    "without backward": {"empty and unused"},  # Adafactor divides by the size of each gradient
+    "lookahead around another": {"layer wider", "groups in another order"},  # it has copies by position
+    "average registered": {"layer wider"},
+    "in backward": {"another loss first"},
+    "eigenbasis": {"default dtype"},
 }
 
 #: Ingredients that are known to go wrong, alone or together, and why; generated programs leave them out.
