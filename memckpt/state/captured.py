@@ -252,6 +252,12 @@ class OptimizerCapture:
             setattr(optimizer, name, self._back(tree, getattr(optimizer, name, None)))
 
     def _restore_state(self, optimizer: Optimizer, found: dict[str, Any]) -> None:
+        if not self._resharded:
+            # State that some optimizers make as they are made, of parameters that had none any more.
+            kept = {id(self._tensors[name]) for name, _ in found["state"]}
+            for param in [one for one, state in optimizer.state.items() if isinstance(state, dict)]:
+                if id(param) in self._names and id(param) not in kept:
+                    del optimizer.state[param]
         for name, items in found["state"]:
             param = self._tensors[name]
             there = optimizer.state.pop(param, {})

@@ -327,6 +327,30 @@ def test_an_optimizer_around_another_one_whose_state_it_has(lab: Lab) -> None:
     survives(lab, lambda process: process.train(lambda *_: None), KILLS, kind=LookingAhead)
 
 
+class Adagrad(Changing):
+    """Its optimizer makes all state as it is made."""
+
+    settings: ClassVar[dict[str, Any]] = {"redo": "snapshot", "snapshot_every_steps": 1}
+
+    def objects(self) -> tuple[Any, Any]:
+        model = Net(self.width)
+        return model, torch.optim.Adagrad([*model.first.parameters(), *model.last.parameters()], 0.01)
+
+    def sums(self) -> Iterator[torch.Tensor]:
+        yield from (one.detach() for one in self.model.parameters())
+        yield torch.tensor([one in self.optimizer.state for one in self.model.parameters()])
+
+
+def test_state_that_was_cleared_does_not_come_back(lab: Lab) -> None:
+    def clear(process: Any, step: int) -> None:
+        if step == 2:
+            process.model.first.requires_grad_(False)
+        if step == 4:
+            process.optimizer.state.clear()
+
+    survives(lab, lambda process: process.train(clear), KILLS, kind=Adagrad)
+
+
 class RateTensor(Changing):
     """Two groups share a rate that the loop lowers; they have another one once they have loaded their own state."""
 
