@@ -104,8 +104,8 @@ class LiveState:
         self._born_positions = {position for position, _ in self._optimizer_positions()}
         #: `defaults` of the optimizers, by which groups are made, as a new process makes them.
         self.born_defaults = [dict(getattr(optimizer, "defaults", {})) for optimizer in self.optimizers]
-        #: Tensors in parameter groups, as a new process has made them when it goes on; None until then.
-        self.born_group_tensors: list[torch.Tensor] | None = None
+        #: Tensors in groups by optimizer, group and key, as a new process has them when it goes on; None until then.
+        self.born_group_tensors: dict[tuple[int, int, str], torch.Tensor] | None = None
         #: Keys of values in parameter groups, as a new process makes them.
         self.group_keys = {key for optimizer in self.optimizers for group in optimizer.param_groups for key in group}
         #: State of optimizers that could not be captured, as text, in the order of discovery.

@@ -19,6 +19,9 @@ from memckpt.state import codec
 from memckpt.state.captured import filled
 from memckpt.state.optimizers import hyperparameters, odd_hyperparameters
 
+#: Part of the rank state: which tensors of groups are those that the script made. It depends on when it made them.
+LINKS = "links"
+
 
 def scaler_state(scaler: Any) -> Any:
     """The scaler's ``state_dict()``; values on a device are read when they are encoded.
@@ -49,7 +52,7 @@ def describe_groups(live: LiveState) -> dict[str, Any]:
         "late": live.describe_late(),
         "modules": live.tree.describe(lambda what: live.not_carried.setdefault(what)),
         "groups": describe_settings(live),
-        "unlinked": _unlinked(live),
+        LINKS: _links(live),
         "defaults": _changed_defaults(live),
         "trainable": {name: param.requires_grad for name, param in live.named_parameters()},
         "state_order": _state_order(live),
@@ -74,43 +77,53 @@ def describe_settings(live: LiveState) -> list[list[dict[str, Any]]]:
     return described
 
 
-def _unlinked(live: LiveState) -> list[list[dict[str, int]]]:
-    """Keys of tensors in groups that have taken the place of those that a new process makes, by optimizer and group.
+#: Where a tensor stands in a group: optimizer, group, key.
+_At = tuple[int, int, str]
 
-    What the script does to the tensor it made, as `rate.mul_(0.9)`, does not change them. One number stands for one
-    tensor. `load_state_dict()` puts such tensors there.
+
+def _group_tensors(live: LiveState) -> dict[_At, torch.Tensor]:
+    return {
+        (index, number, key): value
+        for index, optimizer in enumerate(live.optimizers)
+        for number, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _links(live: LiveState) -> list[tuple[_At, bool, _At]]:
+    """Tensors in groups that are not those which a new process makes there: whether it makes them, and first where.
+
+    The script may hold those, and `rate.mul_(0.9)` changes them wherever they stand. `load_state_dict()` puts others in
+    their place, and `add_param_group()` puts one of `defaults` into another group.
     """
     if live.born_group_tensors is None:
         live.born_group_tensors = _group_tensors(live)
-    born = set(map(id, live.born_group_tensors))
-    numbers: dict[int, int] = {}
+    born = live.born_group_tensors
+    now = _group_tensors(live)
+    made = {id(value): at for at, value in reversed(born.items())}
+    others = {id(value): at for at, value in reversed(now.items())}
     return [
-        [
-            {
-                key: numbers.setdefault(id(value), len(numbers))
-                for key, value in group.items()
-                if isinstance(value, torch.Tensor) and id(value) not in born
-            }
-            for group in optimizer.param_groups
-        ]
-        for optimizer in live.optimizers
+        (at, id(one) in made, made.get(id(one), others[id(one)])) for at, one in now.items() if one is not born.get(at)
     ]
 
 
-def _group_tensors(live: LiveState) -> list[torch.Tensor]:
-    groups = [group for optimizer in live.optimizers for group in optimizer.param_groups]
-    return [value for group in groups for value in group.values() if isinstance(value, torch.Tensor)]
-
-
-def _unlink(live: LiveState, unlinked: Sequence[Sequence[Mapping[str, int]]]) -> None:
-    """Put other tensors in the place of those that this process has made, where the run that is continued had some."""
-    live.born_group_tensors = _group_tensors(live)
-    others: dict[int, torch.Tensor] = {}
-    for optimizer, groups in zip(live.optimizers, unlinked, strict=True):
-        for group, keys in zip(optimizer.param_groups, groups, strict=False):  # groups that came later are made anew
-            for key, number in keys.items():
-                if isinstance(made := group.get(key), torch.Tensor):
-                    group[key] = others.setdefault(number, made.detach().clone())
+def _link(live: LiveState, groups: Sequence[Sequence[Any]], links: Sequence[Sequence[Any]]) -> None:
+    """Put the tensors that this process has made where the continued run had them, and others where it had others."""
+    if live.born_group_tensors is None:
+        live.born_group_tensors = _group_tensors(live)
+    born = live.born_group_tensors
+    for optimizer, described in zip(live.optimizers, groups, strict=True):
+        optimizer.param_groups += [{"params": []} for _ in described[len(optimizer.param_groups) :]]
+    others: dict[Any, torch.Tensor] = {}
+    for (index, number, key), was_made, where in links:
+        group = live.optimizers[index].param_groups[number]
+        there = born.get((index, number, key))
+        if was_made and tuple(where) in born:
+            group[key] = born[tuple(where)]
+        # What the script has put there since it goes on stays: a repeated step is restored once more.
+        elif not was_made and there is not None and group.get(key) is there:
+            group[key] = others.setdefault(tuple(where), there.detach().clone())
 
 
 def _changed_defaults(live: LiveState) -> list[dict[str, Any]]:
@@ -171,7 +184,7 @@ def restore_groups(live: LiveState, described: Mapping[str, Any]) -> None:
     for name, flag in described["trainable"].items():
         if tensors[name].requires_grad != flag:
             tensors[name].requires_grad_(flag)
-    _unlink(live, described["unlinked"])
+    _link(live, described["groups"], described[LINKS])
     restore_settings(live, described["groups"])
     for optimizer, changed in zip(live.optimizers, described["defaults"], strict=True):
         if changed:

@@ -361,6 +361,33 @@ class RateTensor(Changing):
         return model, torch.optim.Adam(groups, self.rate, foreach=False)
 
 
+def test_a_rate_of_the_loop_in_a_group_that_came_later(lab: Lab) -> None:
+    def lower(process: Any, step: int) -> None:
+        process.rate.mul_(0.8)
+        if step == 4 and len(process.optimizer.param_groups) == 2:
+            process.optimizer.add_param_group({"params": [*process.model.frozen.parameters()]})
+        process.note(f"rates {step}", [float(group["lr"]).hex() for group in process.optimizer.param_groups])
+
+    survives(lab, lambda process: process.train(lower), KILLS, kind=RateTensor)
+
+
+class LateRateTensor(Changing):
+    """The loop makes its rate behind the restore, as schedules do that are made there."""
+
+    def train(self, change: Change, zero: bool = True) -> None:
+        def with_rate(process: Any, step: int) -> None:
+            if not hasattr(process, "rate"):
+                process.rate = torch.as_tensor(process.optimizer.param_groups[0]["lr"]).clone()
+                process.optimizer.param_groups[0].update(lr=process.rate, foreach=False)
+            change(process, step)
+
+        super().train(with_rate, zero)
+
+
+def test_a_rate_that_is_made_behind_the_restore(lab: Lab) -> None:
+    survives(lab, lambda process: process.train(lambda process, _: process.rate.mul_(0.8)), KILLS, kind=LateRateTensor)
+
+
 @pytest.mark.parametrize("loads_at", [None, 4])
 def test_a_rate_that_the_loop_holds_too_until_state_is_loaded(lab: Lab, loads_at: int | None) -> None:
     def lower(process: Any, step: int) -> None:

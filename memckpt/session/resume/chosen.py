@@ -13,7 +13,7 @@ import torch
 
 from memckpt.capture.evidence import Evidence
 from memckpt.capture.live_state import LiveState
-from memckpt.capture.param_groups import describe_groups, restore_groups, restore_modes, restore_state_order
+from memckpt.capture.param_groups import LINKS, describe_groups, restore_groups, restore_modes, restore_state_order
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.protocol.trainer import Before, Prepared
 from memckpt.recovery.comparison import Comparison, LiveCopies
@@ -329,8 +329,8 @@ class Restoration:
             return None
         comparison = Comparison()
         compare_sample(evidence, chosen.state["evidence"], comparison)
-        held = _without_extra_state(chosen.state)
-        for name, value in _without_extra_state(describe_groups(self._live)).items():
+        held = _comparable(chosen.state)
+        for name, value in _comparable(describe_groups(self._live)).items():
             comparison.value("hyperparameters", name, value, held.get(name, value))
         findings = comparison.findings(self._live.tensors())
         # Something else may have written to them: they are compared whole from now on.
@@ -349,7 +349,7 @@ def compare_sample(evidence: Evidence, held: Mapping[str, Any], comparison: Comp
         comparison.tensor(pair.kind, pair.name, pair.now, pair.before)
 
 
-def _without_extra_state(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what ``get_extra_state()`` returns: it may depend on the clock."""
+def _comparable(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what ``get_extra_state()`` returns, which may depend on the clock, and links to what the script makes."""
     modules = {key: value for key, value in described.get("modules", {}).items() if key != "extra"}
-    return {**described, "modules": modules}
+    return {**{key: value for key, value in described.items() if key != LINKS}, "modules": modules}
