@@ -38,6 +38,8 @@ class Lifetime:
         #: Why it ends as soon as what it holds is in storage; None: it stays.
         self._over_when_saved: str | None = None
         self._ordered = False
+        #: It stays until what it holds is in storage: whoever stops it can have that dropped.
+        self._patient = False
         self._saved_alone = False
         self._look_at = self.started + _FILE_SECONDS
         self._is_missed = False
@@ -56,7 +58,7 @@ class Lifetime:
         self._had_attempt = True
         if not first and not self._ordered:
             self.over = self._over_when_saved = None
-            self.finishing = False
+            self.finishing = self._patient = False
         self._saved_alone = False
 
     def end_when_saved(self, reason: str, finishing: bool = False, ordered: bool = False) -> None:
@@ -64,6 +66,12 @@ class Lifetime:
         self._ordered = self._ordered or ordered
         self._over_when_saved, self.finishing = reason, finishing and not self._ordered
         self._save(as_checkpoint=finishing)
+
+    def stop_when_saved(self, reason: str) -> None:
+        """End once what no trainer will commit again is in storage, whatever time that takes."""
+        if not self.finishing:  # then it ends so by itself
+            self._patient = True
+            self.end_when_saved(reason)
 
     def checkpoint_failed(self) -> bool:
         """Try again what is not in storage after all; returns whether trainers that have finished wait for it."""
@@ -110,7 +118,7 @@ class Lifetime:
     def _owes(self) -> bool:
         """Whether it stays although it is to end: what it holds could not be saved, and is tried again."""
         in_grace = self._in_grace and bool(self._groups.complete_generations)
-        return not self._saved_alone and (self.finishing or in_grace)
+        return not self._saved_alone and (self.finishing or in_grace or self._patient)
 
     @property
     def unsaved(self) -> str:

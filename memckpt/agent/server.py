@@ -264,10 +264,12 @@ class Agent:
                 return
             case StopRequest():
                 reason = f"stopped by pid {connection.process.pid}"
-                if message.save:
-                    self._stop(reason)
-                else:
+                if not message.save:
                     self._lifetime.over = reason
+                elif self._lifetime.idle_since is None:
+                    self._stop(reason)  # its trainers have the state, and bring it to the next agent
+                else:
+                    self._lifetime.stop_when_saved(reason)
                 return
         trainer = connection.trainer
         if trainer is None or self._attempt is None or connection.nonce != self._attempt.nonce:

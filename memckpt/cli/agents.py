@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +11,7 @@ import typer
 from rich.text import Text
 
 from memckpt.cli.common import AsJson, Node, directory_only, no_agent, out, plain_table, print_json, seconds_text
-from memckpt.errors import AgentNotFoundError, ConfigurationError, StorageError
+from memckpt.errors import AgentError, AgentNotFoundError, ConfigurationError, StorageError
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import AgentHere, agents_here, ask_status, stop_at
 from memckpt.user_messages import nbytes_text
@@ -79,12 +78,15 @@ def stop(
         raise ConfigurationError(f"expected RUN or --all, found {'neither' if run is None else 'both'}")
     if every and node is not None:
         raise ConfigurationError(f"--node {node}: expected it with RUN; --all ends the agents of all nodes' names here")
-    ended = [_end(each, discard) for each in (agents_here() if run is None else _agent_of(AgentAddress.of(run, node)))]
+    ended = []
+    for each in agents_here() if run is None else _agent_of(AgentAddress.of(run, node)):
+        ended.append(_end(each, discard))
+        for line in () if as_json else _said(ended[-1]):
+            typer.echo(line)  # at once: the next one may write for minutes
     if as_json:
         print_json({"agents": ended} if run is None else ended[0])
-    else:
-        for line in [line for one in ended for line in _said(one)] or ["no agent of yours runs on this machine"]:
-            typer.echo(line)
+    elif not ended:
+        typer.echo("no agent of yours runs on this machine")
     if any(one.problem for one in ended):
         raise typer.Exit(StorageError.exit_code)
 
@@ -95,55 +97,53 @@ class _Ended(msgspec.Struct):
     run_dir: str
     stopped: int | None  #: its pid; None: it stays
     step: int | None
-    stored_step: int | None
+    saved: bool  #: whether all that this node held of the run is in storage
     trainers: list[int]
-    problem: str  #: why what it held is not in storage; empty if it is, or nothing was to be
+    problem: str = ""  #: why it stays, or what it held is not in storage; empty if neither is so
 
 
 def _agent_of(address: AgentAddress) -> Iterator[AgentHere]:
     serving, status = address.serving(), ask_status(address)
     if serving is None or status is None:
         raise AgentNotFoundError(f"{no_agent(address)}: nothing to stop")
-    yield AgentHere(partial(address.connect), status.pid, status)
+    yield AgentHere(address.connect, status.pid, status)
 
 
 def _end(agent: AgentHere, discard: bool) -> _Ended:
+    """End one agent; a problem does not keep others from it."""
     status = agent.status
     if status is None:
-        return _Ended(
-            "", None, None, None, [], f"agent pid {agent.pid} does not answer: it is stopped, or hangs; end it"
-        )
-    storage = status.storage
-    stored = storage.step if storage is not None else None
-    ended = _Ended(status.run_dir, None, status.step, stored, [pid for _, pid in status.trainers], "")
-    ahead = status.step is not None and (stored is None or stored < status.step)
-    if storage is not None and storage.alarm and ahead and not discard:
+        return _Ended("", None, None, False, [], f"agent pid {agent.pid} does not answer: it is stopped, or hangs")
+    ended = _Ended(status.run_dir, None, status.step, False, [pid for _, pid in status.trainers])
+    try:
+        sock = agent.connect()
+        if sock is None:
+            ended.problem = f"agent pid {agent.pid} of {status.run_dir} has just ended"
+            return ended
+        stopped = stop_at(sock, save=not discard)
+    except AgentError as error:
+        ended.problem = str(error)
+        return ended
+    if not stopped.ended:
         ended.problem = (
-            f"the agent of {status.run_dir} stays: step {status.step} is in its memory only, as the last checkpoint "
-            f"failed: {storage.alarm}. Mend that, or drop the step with --discard"
+            f"the agent of {status.run_dir} stays until it can write step {status.step}, which is in its memory only: "
+            f"{stopped.kept}. Mend that, or drop the step with --discard"
         )
         return ended
-    sock = agent.connect()
-    if sock is None:
-        return ended  # it has just ended
-    ended.stopped, unsaved = stop_at(sock, save=not discard)
-    if discard:
-        return ended
-    ended.problem = unsaved
-    if storage is not None and not unsaved:
-        ended.stored_step = status.step
+    ended.stopped = stopped.pid
+    if stopped.kept and not discard:
+        ended.problem = f"step {status.step} could not be written to storage: {stopped.kept}"
+    ended.saved = not discard and not stopped.kept and status.storage is not None and status.step is not None
     return ended
 
 
 def _said(ended: _Ended) -> Iterator[str]:
-    if ended.stopped is None:
-        yield ended.problem or f"the agent of {ended.run_dir} has just ended"
-        return
-    held = "it held nothing" if ended.step is None else f"step {ended.step} is no longer held in memory"
-    stored = "" if ended.stored_step is None else f"; step {ended.stored_step} is in storage"
-    yield f"agent pid {ended.stopped} of {ended.run_dir} has left; {held}{stored}"
+    if ended.stopped is not None:
+        held = "it held nothing" if ended.step is None else f"step {ended.step} is no longer held in memory"
+        saved = ", and what was held is in storage" if ended.saved else ""
+        yield f"agent pid {ended.stopped} of {ended.run_dir} has left; {held}{saved}"
     if ended.problem:
-        yield f"step {ended.step} could not be written to storage: {ended.problem}"
-    if ended.trainers:
+        yield ended.problem
+    if ended.stopped is not None and ended.trainers:
         pids = ", ".join(str(pid) for pid in ended.trainers)
         yield f"training goes on (pid {pids}) and starts an agent again at its next commit"

@@ -19,6 +19,8 @@ from memckpt.protocol.storing import Saved, SaveFailed, SaveTo
 from memckpt.protocol.trainer import Leaving
 
 _log = logging.getLogger("memckpt.agent")
+#: Seconds between two questions whether an agent that writes before it ends is well.
+_ASK_AGAIN_SECONDS = 1.0
 
 
 def _ask(address: AgentAddress, message: TrainerToAgent, timeout: float) -> AgentToTrainer | None:
@@ -61,16 +63,18 @@ def stop_agent(address: AgentAddress, timeout: float = 10.0) -> int | None:
 
 
 class Stopped(NamedTuple):
-    """An agent that has ended; `unsaved`: why what it held is not in storage, empty if it is or nothing was to be."""
+    """An agent that was asked to end. `kept`: why it stays, or why what it held is not in storage; else empty."""
 
     pid: int
-    unsaved: str = ""
+    kept: str = ""
+    ended: bool = True
 
 
 def stop_at(sock: socket.socket, save: bool, timeout: float = 10.0) -> Stopped:
     """Make the agent at the other end leave, which drops what it holds; closes the socket.
 
-    With `save` what storage lacks is written there first, whatever time that takes. Raises AgentError: it does not end.
+    With `save` what storage lacks is written there first, whatever time that takes. If that fails the agent stays, and
+    tries again. Raises AgentError: it does not end, or does not answer for `timeout` seconds.
     """
     pid = peer(sock)[0]
     with contextlib.ExitStack() as stack:
@@ -79,14 +83,24 @@ def stop_at(sock: socket.socket, save: bool, timeout: float = 10.0) -> Stopped:
             process = stack.enter_context(contextlib.closing(ProcessHandle.of_peer(sock, pid)))
         except ProcessLookupError:
             return Stopped(pid)  # it has just ended
-        unsaved = ""
+        unsaved = "it ended before it said that it is" if save else ""
         try:
             channel.send(StopRequest(save), timeout=timeout)
+            asked_at = time.monotonic()
             while True:
-                message = channel.receive(None if save else timeout)[0]
+                received = channel.poll(_ASK_AGAIN_SECONDS)
+                message = received[0] if received is not None else None
                 if isinstance(message, Leaving) and message.last:
                     unsaved = message.unsaved
                     break
+                if isinstance(message, Status):
+                    asked_at = time.monotonic()
+                    if message.storage is not None and message.storage.alarm:
+                        return Stopped(pid, message.storage.alarm, ended=False)
+                elif time.monotonic() > asked_at + timeout:
+                    raise AgentError(f"agent pid {pid} does not answer for {timeout:.0f} s")
+                elif save:
+                    channel.send(StatusRequest(), timeout=timeout)  # it is there, and writes
             if not process.wait(timeout):
                 raise AgentError(f"agent pid {pid} announced its end but has not ended within {timeout:.0f} s")
         except AgentGoneError as error:

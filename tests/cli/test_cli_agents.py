@@ -16,7 +16,6 @@ from memckpt.processes.address import AgentAddress, agent_sockets
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.local_store import LocalStore
 from tests.support.cluster.processes import kill_and_wait
-from tests.support.cluster.waiting import until
 from tests.support.trainings.cli_harness import exit_status, invoke, invoke_json
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import config, kill_self
@@ -43,9 +42,8 @@ def test_stop_writes_what_storage_lacks(lab: Lab, redo: str) -> None:
     assert stored_steps(lab) == []
     code, text = invoke("stop", lab.run_dir)
     assert code == 0
-    assert (
-        f"agent pid {pid} of {lab.run_dir} has left; step 7 is no longer held in memory; step 7 is in storage" in text
-    )
+    left = f"agent pid {pid} of {lab.run_dir} has left; step 7 is no longer held in memory"
+    assert f"{left}, and what was held is in storage" in text
     assert stored_steps(lab) == [7]
     with pytest.raises(AgentNotFoundError, match="nothing to stop"):
         invoke("stop", lab.run_dir)
@@ -58,7 +56,7 @@ def test_stop_discards_on_request(lab: Lab) -> None:
     pid = held_at_7(lab)
     code, found = invoke_json("stop", lab.run_dir, "--discard")
     assert code == 0
-    said = {"stopped": pid, "step": 7, "stored_step": None, "problem": ""}
+    said = {"stopped": pid, "step": 7, "saved": False, "problem": ""}
     assert {key: found[key] for key in said} == said
     assert stored_steps(lab) == []
 
@@ -75,7 +73,7 @@ def test_stop_says_what_it_let_go_of(lab: Lab) -> None:
     child = lab.start_agent()
     code, found = invoke_json("stop", lab.run_dir)
     assert code == 0
-    assert (found["stopped"], found["step"], found["stored_step"]) == (child.pid, None, None)
+    assert (found["stopped"], found["step"], found["saved"]) == (child.pid, None, False)
     assert child.wait() == 0
 
 
@@ -83,12 +81,20 @@ def test_an_agent_whose_storage_fails_stays_unless_its_state_is_discarded(lab: L
     url = tmp_path / "store"
     url.write_text("no directory")
     pid = held_at_7(lab, storage=StorageConfig(url=str(url), every_steps=2, min_seconds=0))
-    until(lambda: lab.status().storage.alarm)
     code, text = invoke("stop", lab.run_dir)
     assert code == StorageError.exit_code
-    assert f"the agent of {lab.run_dir} stays: step 7 is in its memory only, as the last checkpoint failed" in text
+    assert f"the agent of {lab.run_dir} stays until it can write step 7, which is in its memory only: " in text
     assert lab.status().pid == pid
     assert invoke("stop", lab.run_dir, "--discard")[0] == 0
+
+
+def test_an_agent_that_is_killed_while_it_writes_has_not_written(lab: Lab) -> None:
+    child = lab.start_agent()
+    sock = AgentAddress.of(lab.run_dir).connect()
+    assert sock is not None
+    os.kill(child.pid, signal.SIGKILL)
+    assert control.stop_at(sock, save=True).kept == "it ended before it said that it is"
+    assert child.wait() == -signal.SIGKILL
 
 
 def test_ps_lists_agents_also_of_directories_that_are_gone(lab: Lab) -> None:
