@@ -120,7 +120,7 @@ def drill(
         keeps = directory is not None or result.verdict.outcome == "different"
     finally:
         for path in workplace.changed() if workplace is not None else ():
-            err.print(f"The script has written to {path}, which is too large to be copied", style="red", markup=False)
+            err.print(f"{path} has changed meanwhile: the script may have written to it", style="red", markup=False)
         for verdict in undisturbed:  # the killed run failed: these two may say why
             print_undisturbed(verdict)
         if keeps:

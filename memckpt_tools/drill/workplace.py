@@ -17,16 +17,19 @@ _LINKED_BYTES = 16 << 20
 _LINKED_NAMES = frozenset({".git", ".hg", ".svn", ".venv", "venv", "node_modules", "__pycache__"})
 #: Most files of a copy, and most bytes.
 _MOST_FILES, _MOST_BYTES = 20_000, 1 << 30
+#: Its presence tells the directory of a drill, of which none is copied.
+_MARK = ".memckpt-drill"
 #: Most entries of a directory above the working directory that are linked.
 _MOST_BESIDE = 5_000
 
 
 class Workplace:
-    """Copies of `source`, the working directory, for runs. What lies in `leaving_out` is not copied."""
+    """Copies of `source`, the working directory, for the runs of the drill in `place`; no drill's place is copied."""
 
-    def __init__(self, source: Path, leaving_out: Path) -> None:
-        self._source, self._leaving_out = source.resolve(), leaving_out.resolve()
-        self._linked: dict[Path, tuple[int, int]] = {}
+    def __init__(self, source: Path, place: Path) -> None:
+        self._source = source.resolve()
+        (place / _MARK).touch()
+        self._versions: dict[Path, tuple[int, int]] = {}
         self._copies: dict[Path, Path] = {}
 
     def of(self, run: Path) -> Path:
@@ -40,6 +43,9 @@ class Workplace:
             try:
                 self._copy(self._source, copy)
                 self._link_what_is_beside(copy)
+            except DrillError:
+                shutil.rmtree(run / "work")
+                raise
             except OSError as error:
                 raise DrillError(
                     f"expected a working directory that can be copied, found {error}; start the drill in another one, "
@@ -49,8 +55,8 @@ class Workplace:
         return self._copies[run]
 
     def changed(self) -> list[Path]:
-        """Large files, which were linked and not copied, that have been written to since."""
-        return [path for path, before in self._linked.items() if _version(path) != before]
+        """Files of the working directory that have changed since: large ones are linked, and paths may be absolute."""
+        return [path for path, before in self._versions.items() if _version(path) != before]
 
     def _copy(self, source: Path, copy: Path) -> None:
         files = nbytes = 0
@@ -74,8 +80,8 @@ class Workplace:
                         f"{source}. Start the drill in a directory with the script alone, or with --in-place, where "
                         "the script writes over its own results"
                     )
-                if size > _LINKED_BYTES:
-                    self._linked.setdefault(path, _version(path))
+                self._versions.setdefault(path, _version(path))
+                if size > _LINKED_BYTES or not os.access(path, os.R_OK):
                     target.symlink_to(path)
                 else:
                     shutil.copy2(path, target)
@@ -85,7 +91,7 @@ class Workplace:
         with os.scandir(directory) as found:
             entries = sorted(found, key=lambda each: each.name)
         for entry in entries:
-            if Path(entry.path) == self._leaving_out:
+            if os.path.exists(os.path.join(entry.path, _MARK)):
                 continue
             yield entry
             if entry.is_dir(follow_symlinks=False) and not _is_linked(Path(entry.path)):

@@ -89,6 +89,23 @@ def test_a_directory_inside_the_working_directory_is_not_copied_into_itself(sour
     assert (copy / "train.py").exists()
 
 
+def test_earlier_drills_in_the_working_directory_are_not_copied(source: Path) -> None:
+    for name in ("one", "two"):
+        (source / "drills" / name / "first").mkdir(parents=True)
+    Workplace(source, source / "drills" / "one").of(source / "drills" / "one" / "first")
+    copy = Workplace(source, source / "drills" / "two").of(source / "drills" / "two" / "first")
+    assert list((copy / "drills").iterdir()) == []
+
+
+def test_a_file_that_is_written_by_its_absolute_path_is_named(source: Path, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    (place / "first").mkdir(parents=True)
+    copies = Workplace(source, place)
+    copies.of(place / "first")
+    (source / "train.py").write_text("changed")
+    assert copies.changed() == [source / "train.py"]
+
+
 @pytest.mark.parametrize("limit", ["_MOST_FILES", "_MOST_BYTES"])
 def test_a_directory_with_too_much_is_refused_with_the_remedy(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
