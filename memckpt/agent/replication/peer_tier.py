@@ -126,13 +126,13 @@ class Peers:
             return
         self.replicator.check()
         self._give_up_recovery("the plan is made once more")
+        # A plan made before may have been for a later record: what follows this one is sent from its start.
+        self.watermark = message.job.record or 0
         self._take_part(message)
 
     def _take_part(self, message: Join) -> None:
         self._job = message.job
         self.replicator.planned = True
-        if self.watermark is None:
-            self.watermark = message.job.record or 0
         self._records.clear()
         self.replicator.send(message)
 
