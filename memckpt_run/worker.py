@@ -338,7 +338,8 @@ def _keep(
 def _attend(link: socket.socket, command: Sequence[str]) -> int:
     """Have the keeper start an attempt, and see its end."""
     words = [os.fsencode(word) for word in command]
-    mask = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
+    # Until they can be passed on: one that comes as the attempt begins would end this process alone.
+    mask = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)]
     answer = None
     try:
         messages.send(link, messages.Begin(words, os.getcwdb(), messages.packed(os.environ), mask), (0, 1, 2))
@@ -346,17 +347,19 @@ def _attend(link: socket.socket, command: Sequence[str]) -> int:
     except (*MALFORMED, OSError) as error:  # an environment that is too large, a keeper that hangs
         _log.warning("this start is cold: the keeper does not answer: %s", error)
     if isinstance(answer, messages.Started):
-        return _stand_for_attempt(link)
+        return _stand_for_attempt(link, mask)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     link.close()
     _become(command, answer.variables if isinstance(answer, messages.Become) else {})
 
 
-def _stand_for_attempt(link: socket.socket) -> int:
+def _stand_for_attempt(link: socket.socket, mask: Sequence[int]) -> int:
     """Pass signals on until the attempt has ended; its exit status."""
     received, receiving = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     for passed_on in PASSED_ON:
         signal.signal(passed_on, lambda *_: None)
     signal.set_wakeup_fd(receiving)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     sources = select.poll()
     sources.register(received, select.POLLIN)
     sources.register(link, select.POLLIN)
