@@ -38,7 +38,7 @@ class Lifetime:
         #: Why it ends as soon as what it holds is in storage; None: it stays.
         self._over_when_saved: str | None = None
         self._ordered = False
-        #: It stays until what it holds is in storage: whoever stops it can have that dropped.
+        #: Whether it stays until what it holds is in storage, whatever time that takes: a user has stopped it.
         self._patient = False
         self._saved_alone = False
         self._look_at = self.started + _FILE_SECONDS

@@ -77,7 +77,7 @@ def describe_settings(live: LiveState) -> list[list[dict[str, Any]]]:
     return described
 
 
-#: Where a tensor stands in a group: optimizer, group, key.
+#: Place of a tensor in the groups: optimizer, group, key.
 _At = tuple[int, int, str]
 
 
@@ -97,15 +97,16 @@ def _links(live: LiveState) -> list[tuple[_At, bool, _At]]:
     The script may hold those, and `rate.mul_(0.9)` changes them wherever they stand. `load_state_dict()` puts others in
     their place, and `add_param_group()` puts one of `defaults` into another group.
     """
-    if live.born_group_tensors is None:
-        live.born_group_tensors = _group_tensors(live)
-    born = live.born_group_tensors
     now = _group_tensors(live)
+    if live.born_group_tensors is None:
+        live.born_group_tensors = now
+    born = live.born_group_tensors
+    moved = {at: one for at, one in now.items() if one is not born.get(at)}
+    if not moved:
+        return []
     made = {id(value): at for at, value in reversed(born.items())}
     others = {id(value): at for at, value in reversed(now.items())}
-    return [
-        (at, id(one) in made, made.get(id(one), others[id(one)])) for at, one in now.items() if one is not born.get(at)
-    ]
+    return [(at, id(one) in made, made.get(id(one), others[id(one)])) for at, one in moved.items()]
 
 
 def _link(live: LiveState, groups: Sequence[Sequence[Any]], links: Sequence[Sequence[Any]]) -> None:
@@ -121,7 +122,7 @@ def _link(live: LiveState, groups: Sequence[Sequence[Any]], links: Sequence[Sequ
         there = born.get((index, number, key))
         if was_made and tuple(where) in born:
             group[key] = born[tuple(where)]
-        # What the script has put there since it goes on stays: a repeated step is restored once more.
+        # A tensor that the script has put there since then stays: a repeated step is restored once more.
         elif not was_made and there is not None and group.get(key) is there:
             group[key] = others.setdefault(tuple(where), there.detach().clone())
 

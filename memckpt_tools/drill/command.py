@@ -168,8 +168,9 @@ def _start(command: list[str], workplace: Workplace | None) -> Start:
     def start(variables: Mapping[str, str | None], log: Path) -> subprocess.Popen[bytes]:
         environment = {name: value for name, value in os.environ.items() if variables.get(name, "") is not None}
         environment |= {name: value for name, value in variables.items() if value is not None}
-        directory = Path.cwd() if workplace is None else workplace.of(log.parent)
-        environment["PWD"] = str(directory)
+        directory = None if workplace is None else workplace.of(log.parent)
+        if directory is not None:
+            environment["PWD"] = str(directory)
         with log.open("ab") as output:
             try:
                 return subprocess.Popen(

@@ -17,7 +17,7 @@ _LINKED_BYTES = 16 << 20
 _LINKED_NAMES = frozenset({".git", ".hg", ".svn", ".venv", "venv", "node_modules", "__pycache__"})
 #: Most files of a copy, and most bytes.
 _MOST_FILES, _MOST_BYTES = 20_000, 1 << 30
-#: Its presence tells the directory of a drill, of which none is copied.
+#: File that marks the directory of a drill: none is copied.
 _MARK = ".memckpt-drill"
 #: Most entries of a directory above the working directory that are linked.
 _MOST_BESIDE = 5_000
@@ -47,6 +47,7 @@ class Workplace:
                 shutil.rmtree(run / "work")
                 raise
             except OSError as error:
+                shutil.rmtree(run / "work", ignore_errors=True)
                 raise DrillError(
                     f"expected a working directory that can be copied, found {error}; start the drill in another one, "
                     "or with --in-place, where the script writes over its own results"

@@ -156,3 +156,26 @@ def test_a_miss_before_a_trainer_came_back_is_forgotten() -> None:
     clock.now += 10.0
     lifetime.look_at_clock()
     assert lifetime.over is not None
+
+
+def test_an_agent_that_is_stopped_saves_as_long_as_that_takes_and_tries_again() -> None:
+    """Else than with SIGTERM there is no grace period that cuts it short, and nothing is dropped where it fails."""
+    clock, held, lifetime = made(1800.0)
+    with closing(EventLoop(clock=clock, poller=clock)) as loop:
+        loop.each_turn(lifetime.look_at_clock, lifetime.deadline)
+        lifetime.trainer_came()
+        lifetime.trainers_left()
+        lifetime.stop_when_saved("a user has stopped it")
+        assert held.saved == 1
+        held.saving = False
+        assert not lifetime.checkpoint_failed()
+        lifetime.look_at_clock()
+        assert lifetime.over is None, "what it holds is nowhere else"
+        clock.now = held.retry_at
+        lifetime.look_at_clock()
+        assert held.saved == 2
+        lifetime.look_at_clock()
+        assert lifetime.over is None, "it is being written"
+        held.saving = False
+        lifetime.look_at_clock()
+        assert lifetime.over == "a user has stopped it"

@@ -1,4 +1,4 @@
-"""What an agent knows of its peers' acknowledgements while a resume looks for a state."""
+"""Acknowledgements of peers, as an agent counts them while a resume looks for a state."""
 
 from __future__ import annotations
 
