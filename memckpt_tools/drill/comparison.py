@@ -31,7 +31,7 @@ PLAIN = (ATTRIBUTE, VARIABLE)
 STEPS = "steps"
 #: Causes before effects, within one step.
 _ORDER = (
-    STEPS, "data position", "input", "loss", "buffer", "frozen", "parameter", "state", "hyperparameters", "absences",
+    STEPS, "data position", "input", "loss", "hyperparameters", "buffer", "frozen", "parameter", "state", "absences",
     "generators", "registered", "logged values", *PLAIN,
 )  # fmt: skip
 _SKETCH_BYTES = 8 * SKETCHES
@@ -153,7 +153,7 @@ def _values_differing(
             if ours_text == theirs_text or (kind in PLAIN and None in (ours_text, theirs_text)):
                 continue  # a variable that is not there yet is none that is wrong
             text = ""
-            if kind in PLAIN and ours_text and theirs_text and ours_text[0] == theirs_text[0] == TEXT:
+            if ours_text and theirs_text and ours_text[0] == theirs_text[0] == TEXT:
                 text = f"{ours_text[1:]} in place of {theirs_text[1:]}"
             yield kind, name, None, text
 
@@ -328,12 +328,13 @@ def _apart(found: Point[Taken], expected: Point[Taken]) -> tuple[float, float]:
             loss = max(loss, abs(mine - yours) / max(abs(mine), abs(yours)))
     if found.keys != expected.keys:
         return loss, math.inf
-    return loss, sketch_distance(_parameters(found), _parameters(expected))
+    return loss, sketch_distance(parameters_of(found)[1], parameters_of(expected)[1])
 
 
-def _parameters(point: Point[Taken]) -> bytes:
-    """The sketches of all parameters, one behind the other."""
-    return b"".join(sketch for (kind, _), (_, sketch) in _tensors(point).items() if kind == "parameter")
+def parameters_of(point: Point[Taken] | Point[Restored]) -> tuple[bytes, bytes]:
+    """The digests of all parameters, one behind the other, and their sketches."""
+    found = [both for (kind, _), both in _tensors(point).items() if kind == "parameter"]
+    return b"".join(digest for digest, _ in found), b"".join(sketch for _, sketch in found)
 
 
 @dataclass(frozen=True)

@@ -146,10 +146,17 @@ class Job:
 
     def kill(self) -> None:
         """Send SIGKILL to the process groups of all commands."""
+        self._send(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the process groups of all commands."""
+        self._send(signal.SIGTERM)
+
+    def _send(self, number: signal.Signals) -> None:
         for command in self._commands:
             # While a member lives, so does the group, and its number is not given to another one.
             with suppress(ProcessLookupError):
-                os.killpg(command.pid, signal.SIGKILL)
+                os.killpg(command.pid, number)
 
     def wait(self) -> None:
         """Wait until all have ended. Raises DrillError if one does not end."""

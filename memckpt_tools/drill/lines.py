@@ -44,6 +44,12 @@ class Loaders(Line, frozen=True, tag="loaders"):
     names: tuple[str, ...]
 
 
+class Weights(Line, frozen=True, tag="weights"):
+    """Bytes of all parameters of a rank."""
+
+    nbytes: int
+
+
 class Tensors(Line, frozen=True, tag="tensors"):
     """Names of the tensors whose digests follow, in their order."""
 
@@ -81,7 +87,7 @@ class Taken(Line, frozen=True, tag="taken"):
     check: tuple[str, str] | None  #: verdict of the resume check, and its line, where they are new
 
 
-AnyLine = Union[Begun, Loaders, Tensors, Restored, Taken]  # noqa: UP007
+AnyLine = Union[Begun, Loaders, Weights, Tensors, Restored, Taken]  # noqa: UP007
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(AnyLine)
 
@@ -189,10 +195,11 @@ class Attempt:
 
 @dataclass
 class RankHistory:
-    """The attempts of one rank, in order, and the datasets and workers of its DataLoaders."""
+    """The attempts of one rank, in order, the datasets and workers of its DataLoaders, and bytes of its parameters."""
 
     attempts: list[Attempt] = field(default_factory=list)
     loaders: tuple[str, ...] = ()
+    nbytes: int = 0
     _keys: tuple[Key, ...] = ()
 
     def add(self, line: AnyLine) -> None:
@@ -201,6 +208,8 @@ class RankHistory:
             self.attempts.append(Attempt(line))
         elif isinstance(line, Loaders):
             self.loaders = line.names
+        elif isinstance(line, Weights):
+            self.nbytes = line.nbytes
         elif isinstance(line, Tensors):
             self._keys = line.keys
         elif isinstance(line, Restored):

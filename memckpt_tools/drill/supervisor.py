@@ -203,7 +203,7 @@ class Run:
         latest = max(instant.record, end - _NEXT_RECORDS)
         if instant.kind == "both" and not self._until(lambda: self.history.last_record >= latest or self._stored()):
             return False
-        with self._process(begun.pid, begun.ticks) as trainer:
+        with _process(begun.pid, begun.ticks) as trainer:
             if trainer is None or trainer.wait(instant.fraction * step_seconds):
                 return False
             self.history.poll()
@@ -277,7 +277,7 @@ class Run:
         pid = attempt.taken[-1].agent if attempt.taken else attempt.begun.agent
         if pid is None:
             return None
-        with self._process(pid, start_ticks(pid)) as agent:
+        with _process(pid, start_ticks(pid)) as agent:
             if agent is None:
                 return None
             agent.kill()
@@ -315,7 +315,7 @@ class Run:
             if self.history.attempts > attempts:
                 return
             pause()
-        self._end_processes()
+        end_processes(self._job, self.history)
         self._start()
 
     def _note_resume(self, blow: Blow, killed_at: float) -> None:
@@ -367,44 +367,46 @@ class Run:
                 )
             pause()
 
-    @contextlib.contextmanager
-    def _process(self, pid: int, ticks: int) -> Iterator[ProcessHandle | None]:
-        """A trainer; None if it has ended."""
-        try:
-            handle = ProcessHandle.of(pid, ticks)
-        except ProcessLookupError:
-            yield None
-            return
-        try:
-            yield handle
-        finally:
-            handle.close()
-
-    def _end_processes(self) -> None:
-        """Kill the commands with their groups, and every trainer: launchers may give them groups of their own."""
-        self.history.poll()
-        with contextlib.ExitStack() as stack:
-            handles = []
-            for history in self.history.ranks.values():
-                for attempt in history.attempts[-1:]:
-                    begun = attempt.begun
-                    handles.append(stack.enter_context(self._process(begun.pid, begun.ticks)))
-            self._job.kill()
-            for handle in handles:
-                if handle is not None:
-                    handle.kill()
-                    handle.wait(END_SECONDS)
-        self._job.wait()
-
     def _end(self) -> None:
         try:
-            self._end_processes()
+            end_processes(self._job, self.history)
         finally:
             with contextlib.ExitStack() as stack:  # one agent that does not end keeps no other one
                 stack.callback(self.history.close)
                 stack.callback(self.history.poll)
                 for address in self._agents():
                     stack.callback(stop_agent, address)
+
+
+@contextlib.contextmanager
+def _process(pid: int, ticks: int) -> Iterator[ProcessHandle | None]:
+    """A trainer; None if it has ended."""
+    try:
+        handle = ProcessHandle.of(pid, ticks)
+    except ProcessLookupError:
+        yield None
+        return
+    try:
+        yield handle
+    finally:
+        handle.close()
+
+
+def end_processes(job: Job, history: RunHistory) -> None:
+    """Kill the commands with their groups, and every trainer: launchers may give them groups of their own."""
+    history.poll()
+    with contextlib.ExitStack() as stack:
+        handles = []
+        for rank in history.ranks.values():
+            for attempt in rank.attempts[-1:]:
+                begun = attempt.begun
+                handles.append(stack.enter_context(_process(begun.pid, begun.ticks)))
+        job.kill()
+        for handle in handles:
+            if handle is not None:
+                handle.kill()
+                handle.wait(END_SECONDS)
+    job.wait()
 
 
 #: Names of the runs, which are those of their directories.

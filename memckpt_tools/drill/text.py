@@ -12,6 +12,7 @@ from rich.text import Text
 
 from memckpt.cli.common import count, out, seconds_text
 from memckpt.config import ErasureConfig
+from memckpt_tools.drill import stock
 from memckpt_tools.drill.comparison import BAND_FACTOR, PLAIN, RESULTS, STEPS, Band, Difference, Overhead, Verdict
 from memckpt_tools.drill.lines import OF_OPTIMIZER
 from memckpt_tools.drill.supervisor import FIRST, SECOND, Blow, Kind, Result
@@ -287,6 +288,90 @@ def verdict_text(result: Result) -> Text:
         f"{verdict.band.outside}: {verdict.band.outside_text} (more than {BAND_FACTOR:g} times as far); at most "
         f"{_band(verdict.band)}",
     )
+
+
+def print_stock(result: stock.Result) -> None:
+    """Print what a drill of a script's own checkpoints has found, the verdict last."""
+    print_undisturbed(result.verdict)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("#", justify="right")
+    table.add_column("killed", no_wrap=True)
+    for heading in ("behind\nstep", "resumed\nbehind", "steps\nlost", "until new\nstep"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("training goes on", no_wrap=True)
+    table.add_column("parameters\napart by", justify="right", no_wrap=True)
+    for number, blow in enumerate(result.blows, start=1):
+        cells = ("-", "-", "-", blow.outcome, "-")
+        if blow.resumed is not None:
+            seconds, apart = f"{blow.seconds:.1f} s", f"{blow.apart:.1g}" if blow.difference else "0"
+            cells = (str(blow.resumed) if blow.resumed else "anew", str(blow.lost), seconds, blow.outcome, apart)
+        table.add_row(str(number), blow.kind, str(blow.step), *cells)
+    out.print(table)
+    for number, blow in enumerate(result.blows, start=1):
+        if blow.kind == "save":
+            none = "until then no file of half the parameters' size was written"
+            said = f"while it wrote {blow.file}" if blow.file else none
+            out.print(Text(f"Kill {number}: {said}."), soft_wrap=True)
+        if blow.difference is not None and not blow.inherited:
+            out.print(Text(f"Kill {number}: {_divergence(blow.difference)}"), soft_wrap=True)
+        if blow.why_none:
+            out.print(Text(f"Kill {number}: {blow.why_none}"), soft_wrap=True)
+    out.print(stock_verdict_text(result), soft_wrap=True)
+
+
+def _divergence(difference: Difference) -> str:
+    """What differs first behind a resume, and what that says."""
+    what = f"{difference.label}{f': {difference.text}' if difference.text else ''}"
+    if difference.restored and difference.kind == "parameter":
+        return f"no step has had the parameters that are loaded. The nearest is {difference.step}: {what}"
+    if difference.restored:
+        return f"the parameters of step {difference.step} are loaded, not all of its state: {what}"
+    cause = "the state is loaded; the data go on elsewhere, or a generator"
+    if difference.kind == "hyperparameters":
+        cause = "the state is loaded, not the schedule"
+    elif difference.kind != "loss":
+        cause = "the state is loaded; something else than the data has another effect"
+    return f"{cause}: step {difference.step} differs: {what}"
+
+
+def stock_verdict_text(result: stock.Result) -> Text:
+    """The verdict on a script's own checkpoints."""
+    kills, lost = count(len(result.blows), "kill"), count(sum(blow.lost for blow in result.blows), "step")
+    if result.outcome == "exact":
+        return Text.assemble(("Exact: ", "bold green"), f"{kills} left no trace; {lost} trained again.")
+    if result.outcome == "cannot start":
+        number = len(result.blows)
+        return Text.assemble(("Cannot start: ", "bold red"), f"behind kill {number} no process trained on.")
+    if result.outcome == "within":
+        return Text.assemble(
+            ("No difference found beyond the training's own: ", "bold yellow"), f"{kills}, {lost} trained again."
+        )
+    missing = next((each for each in result.verdict.differences if each.kind == STEPS), None)
+    diverged = [str(number) for number, blow in enumerate(result.blows, start=1) if blow.difference is not None]
+    parts = [f"training is another one behind kill {', '.join(diverged)}"] if diverged else []
+    parts += [f"steps: {missing.text}"] if missing is not None else []
+    if not parts and result.verdict.band is not None:
+        parts = [f"further from the undisturbed runs than they are from each other: {_band(result.verdict.band)}"]
+    return Text.assemble(("Diverged: ", "bold red"), "; ".join(parts) + f". {lost} trained again.".capitalize())
+
+
+def stock_json(result: stock.Result, command: Sequence[str], seed: int) -> dict[str, Any]:
+    """Findings of a drill of a script's own checkpoints, of plain types."""
+    verdict = result.verdict
+    kills = [{**asdict(blow), "lost": blow.lost, "outcome": blow.outcome} for blow in result.blows]
+    return {
+        "command": list(command),
+        "seed": seed,
+        "outcome": result.outcome,
+        "repeats_itself": verdict.repeats,
+        "steps": verdict.last_step,
+        "compared": verdict.compared,
+        "kills": kills,
+        "steps_lost": sum(blow.lost for blow in result.blows),
+        "step_seconds": result.step_seconds,
+        "differences": [asdict(each) for each in verdict.differences],
+        "unrepeatable": [asdict(each) for each in verdict.unrepeatable],
+    }
 
 
 def _band(band: Band) -> str:

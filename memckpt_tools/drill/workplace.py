@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from memckpt.errors import DrillError
@@ -55,9 +55,12 @@ class Workplace:
             self._copies[run] = copy
         return self._copies[run]
 
-    def changed(self) -> list[Path]:
-        """Files of the working directory that have changed since: large ones are linked, and paths may be absolute."""
-        return [path for path, before in self._versions.items() if _version(path) != before]
+    def changed(self, own: Collection[Path] = ()) -> list[Path]:
+        """Files of the working directory, but for the drill's `own`, that have changed since.
+
+        Large ones are linked, and a script's paths may be absolute.
+        """
+        return [path for path, before in self._versions.items() if path not in own and _version(path) != before]
 
     def _copy(self, source: Path, copy: Path) -> None:
         files = nbytes = 0

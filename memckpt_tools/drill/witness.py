@@ -1,0 +1,188 @@
+"""What watches a training by its optimizers alone, whatever saves it: a line with digests behind each of their steps.
+
+It comes into the command's processes as ``sitecustomize``, waits until they import torch's optimizers, and changes no
+tensor and no generator. Steps and records are counted from 1 in each process.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch.optim import Optimizer
+
+#: Directory of the lines.
+WITNESS = "MEMCKPT_DRILL_WITNESS"
+_OPTIMIZERS = "torch.optim.optimizer"
+_SITE = """\
+import os, sys
+import memckpt_tools.drill.witness
+
+memckpt_tools.drill.witness.wait_for_optimizers()
+# This file stands before another one of its name, which is imported now.
+own, here = os.path.dirname(__file__), sys.modules.pop("sitecustomize")
+sys.path[:] = [each for each in sys.path if each != own]
+try:
+    import sitecustomize
+except ImportError:
+    pass
+sys.modules.setdefault("sitecustomize", here)
+sys.path.insert(0, own)
+"""
+
+
+def variables(directory: Path, lines: Path) -> dict[str, str]:
+    """What has the Python processes of a command watched: lines go to `lines`; `directory` gets what they import."""
+    directory.mkdir(exist_ok=True)
+    (directory / "sitecustomize.py").write_text(_SITE)
+    path = os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH", "")]))
+    return {"PYTHONPATH": path, WITNESS: str(lines)}
+
+
+def wait_for_optimizers() -> None:
+    """Begin to watch once this process has imported torch's optimizers.
+
+    A file that becomes larger than a limit ends the process: Python asks for an error in its place.
+    """
+    if WITNESS in os.environ:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder:
+    """Stands before all finders until the module of the optimizers is found."""
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != _OPTIMIZERS:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_watch(module: ModuleType) -> None:
+                load(module)
+                _Witness(Path(os.environ[WITNESS])).watch(module)
+
+            spec.loader.exec_module = load_and_watch  # type: ignore[method-assign]
+        return spec
+
+
+class _Witness:
+    """Writes the lines of one process, from its first step on."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._begun = False
+        self._steps = 0
+
+    def watch(self, optimizers: ModuleType) -> None:
+        from memckpt_tools.drill.losses import LossTap
+
+        self._losses = LossTap()
+        optimizers.register_optimizer_step_pre_hook(self._before)
+        optimizers.register_optimizer_step_post_hook(self._behind)
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._begun:
+            self._begun = True
+            self._begin(optimizer)
+
+    def _begin(self, optimizer: Optimizer) -> None:
+        """Write the state before the first step: the one that the script has loaded, or made."""
+        from torch.nn import Parameter
+
+        from memckpt.capture.copier import copier_for, device_of
+        from memckpt.config.observers import Watched
+        from memckpt.processes.handles import start_ticks
+        from memckpt_tools.drill.lines import Begun, Key, Restored, Weights, Writer
+        from memckpt_tools.drill.probe import Fingerprints
+
+        rank, world_size = _place()
+        optimizers = _optimizers(optimizer)
+        tensors = _named_tensors(optimizers)
+        live = Watched(None, optimizers, lambda: tensors, None, "", rank, world_size, None)  # type: ignore[arg-type]
+        self._fingerprints = Fingerprints(live, copier_for(device_of(tensors)))
+        self._writer = Writer(self._directory / f"rank-{rank}.jsonl")
+        self._keys: tuple[Key, ...] | None = None
+        pid = os.getpid()
+        self._writer.write(Begun(pid, start_ticks(pid), rank, world_size, time.monotonic(), None, ""))
+        nbytes = sum(each.nbytes for each in tensors.values() if isinstance(each, Parameter))
+        self._writer.write(Weights(nbytes))
+        digests, sketches = self._fingerprint()
+        self._writer.write(Restored(0, 0, "", 0.0, None, digests, sketches))
+
+    def _behind(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        from memckpt_tools.drill.lines import TEXT, Taken
+
+        now = time.monotonic()
+        self._steps += 1
+        losses = self._losses.take_losses()
+        digests, sketches = self._fingerprint()
+        groups = {
+            f"{name} of group {index}": repr(value)
+            for index, group in enumerate(optimizer.param_groups)
+            for name, value in group.items()
+            if isinstance(value, (bool, int, float, tuple)) and name != "initial_lr"
+        }
+        values = {"hyperparameters": {name: TEXT + text for name, text in groups.items()}}
+        seconds = time.monotonic() - now
+        self._writer.write(
+            Taken(self._steps, self._steps, now, seconds, losses, digests, sketches, values, 0.0, False, None, None)
+        )
+
+    def _fingerprint(self) -> tuple[bytes, bytes]:
+        from memckpt_tools.drill.lines import Tensors
+
+        keys, digests, sketches = self._fingerprints.fingerprint_state()
+        if keys != self._keys:
+            self._keys = keys
+            self._writer.write(Tensors(keys))
+        return digests, sketches
+
+
+def _place() -> tuple[int, int]:
+    """Rank and world size of this process."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def _optimizers(first: Optimizer) -> list[Optimizer]:
+    """The optimizer that steps first, and all others that are alive, but for those that wrap another one."""
+    from torch.optim import Optimizer
+
+    alive = [each for each in gc.get_objects() if issubclass(type(each), Optimizer) and "param_groups" in vars(each)]
+    return [first, *(each for each in alive if each is not first)]
+
+
+def _named_tensors(optimizers: Sequence[Optimizer]) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name, of the models that are stepped; by number where a parameter is no model's."""
+    from torch import nn
+
+    stepped = {id(each): each for one in optimizers for group in one.param_groups for each in group["params"]}
+    models = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    inside = {id(child) for each in models for child in each.children()}
+    found: dict[str, torch.Tensor] = {}
+    for model in models:
+        if id(model) in inside or stepped.keys().isdisjoint(map(id, model.parameters())):
+            continue
+        prefix = f"{type(model).__qualname__}: " if found else ""
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            found[prefix + name] = tensor
+    known = set(map(id, found.values()))
+    rest = [each for key, each in stepped.items() if key not in known]
+    return found | {f"tensor {index} of no model": each for index, each in enumerate(rest)}
