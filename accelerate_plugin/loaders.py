@@ -8,6 +8,7 @@ user. It keeps its identity; while it is followed its class is a subclass of its
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -68,6 +69,8 @@ class Follower:
         self._prefetch = Prefetch()
         self._per_batch, self._lookahead = 1, 1
         self._padding: _Padding | None = None
+        #: What `iter()` has returned last.
+        self.given: Callable[[], Iterator[Any] | None] = lambda: None
         if isinstance(loader, DataLoaderDispatcher):
             if not loader.split_batches:
                 self._per_batch = self._lookahead = loader.state.num_processes
@@ -245,6 +248,7 @@ class Follower:
                 if held is not None:
                     self._begin_no_more()
                     dataloader.go_live(self._base)
+                    self._look_around(held["batches"])
                     held = None
                 self._consumed += 1
                 self._taken += 1
@@ -254,6 +258,16 @@ class Follower:
             self._training.ended += 1
         finally:
             self._iterates = False
+
+    def _look_around(self, behind: int) -> None:
+        around, record = self.given(), record_of(self._base)
+        if not behind or around is None or record is None:
+            return
+        try:
+            length: float = len(self._loader)
+        except TypeError:  # a dataset without a length
+            length = float("inf")
+        self._training.look_around(around, length, self.name, record, "ckpt")
 
     def _begin_no_more(self) -> None:
         """Have Accelerate forget that it has begun just now: in the killed process it had, maybe ahead of others."""
@@ -373,7 +387,9 @@ def drop_unused_iterator(base: DataLoader[Any]) -> None:
 
 def _iterate(loader: Any) -> Iterator[Any]:
     follower: Follower = loader.__dict__[_FOLLOWER]
-    return follower.open()
+    iteration = follower.open()
+    follower.given = weakref.ref(iteration)
+    return iteration
 
 
 def _set_class(loader: Any, kind: type[Any]) -> None:

@@ -208,6 +208,7 @@ class MemCheckpointPlugin:
     @property
     def batch(self) -> int:
         """Batches of this epoch before the last commit; the start of a batch counter of your own."""
+        self._followers.place_asked = True
         return self._batch
 
     def epochs(self, total: int) -> Iterator[int]:

@@ -52,7 +52,6 @@ class Loop:
     Attributes:
         epoch: the current or next epoch of `epochs`.
         batch: number of batches of this epoch before the last commit.
-        counts_batches: whether the user's loop counts them, too.
         found: why the place that is held is not taken up exactly, as far as :meth:`continue_at` has found.
     """
 
@@ -72,7 +71,6 @@ class Loop:
         self._ended_at_commit = 0
         self.epoch = 0
         self.batch = 0
-        self.counts_batches = False
         self.found: tuple[str, ...] = ()
 
     def follow(self, loader: LoaderT) -> LoaderT:
@@ -227,6 +225,10 @@ class Loop:
             reason = "an epoch, or another iteration over a loader, ended before it"
             self._rank_state.unrepeatable = self._rank_state.unrepeatable or reason
 
+    def note_place_asked(self) -> None:
+        """Note that the user's loop has asked how many batches lie behind."""
+        self._followers.place_asked = True
+
     def prove(self) -> None:
         """Note that the repeated step of the resume was equal, and so the batch that it took."""
         for each in self._followers:
@@ -237,7 +239,7 @@ class Loop:
         self.batch = self._batch_now()
         self._ended_at_commit = self._followers.ended
         if not len(self._followers):
-            if self._in_epochs and self.batch > 1 and not self.counts_batches:
+            if self._in_epochs and self.batch > 1 and not self._followers.place_asked:
                 self._warn(_NOT_FOLLOWED)
             return
         self._followers.committed()

@@ -12,6 +12,7 @@ import torch
 
 from memckpt.capture.attributes import FoundObjects
 from memckpt.capture.copier import Copier
+from memckpt.capture.data.unfollowed import UnfollowedLoaders
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.objects import AttributesOf, MetricStates, as_stateful
 from memckpt.capture.param_groups import (
@@ -69,6 +70,7 @@ class RankState:
         self._put_back: dict[str, Callable[[Any], Any]] = {}
         self._parts: dict[str, Parts] = {}
         self._helpers = Helpers(lambda: live.optimizers)
+        self._unfollowed = UnfollowedLoaders()
         self.unrepeatable = ""
         self.never_repeatable = ""
         #: Corrects the report of the resume, until the first commit: what is found until then holds for it, too.
@@ -193,7 +195,8 @@ class RankState:
         if structure is not None:
             for missing in self._live.tree.not_repeated(structure):
                 self.inexact(f"{missing}; make the change before restore()")
-        for reason in (*self._live.not_carried, *self._helpers.find_uncarried(self._carried(), provided)):
+        uncarried = self._helpers.find_uncarried(self._carried(), provided)
+        for reason in chain(self._live.not_carried, uncarried, self._unfollowed.find()):
             self.inexact(reason)
         state = {
             "rng": rng.capture(),

@@ -437,7 +437,7 @@ class Session:
     @property
     def batch(self) -> int:
         """Batches of this epoch before the last commit; the start of a batch counter of your own."""
-        self._loop.counts_batches = True
+        self._loop.note_place_asked()
         return self._loop.batch
 
     def _refuse_unrestored(self, what: str) -> None:

@@ -242,7 +242,8 @@ class _Packer:
             return [_MARK + "dict", *self._mapping(value, path)]
         if isinstance(value, (set, frozenset)):
             tag = "set" if isinstance(value, set) else "frozenset"
-            return [_MARK + tag, *(self.pack(item, _join(path, item)) for item in value)]
+            # In which order a set is iterated depends on its history: equal ones are encoded alike.
+            return [_MARK + tag, *sorted((self.pack(item, _join(path, item)) for item in value), key=repr)]
         if isinstance(value, deque):
             return [_MARK + "deque", value.maxlen, *self._items(value, path)]
         if isinstance(value, complex):

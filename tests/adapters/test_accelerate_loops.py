@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import signal
 from collections.abc import Callable, Iterator
@@ -112,6 +113,43 @@ def test_loaders_of_unequal_length_in_a_zip(lab: Lab, samples: tuple[int, int], 
         ckpt.close()
 
     survives(lab, loop, [("epoch end", 1), ("committed", 1), ("committed", 2)])
+
+
+def _counted(batches: Any) -> Iterator[Any]:
+    return (batch for _, batch in enumerate(batches))
+
+
+def _bounded(batches: Any) -> Iterator[Any]:
+    return itertools.islice(batches, 2)
+
+
+@pytest.mark.parametrize(
+    ("around", "kill", "said"),
+    [
+        (_counted, 1, "enumerate() counts from 0 again"),
+        (_bounded, 1, "islice(loader, n - ckpt.batch)"),
+        (iter, 4, "persistent workers, which torch seeds once"),
+    ],
+)
+def test_what_a_loop_does_otherwise_behind_a_resume_is_said(
+    lab: Lab, around: Callable[[Any], Iterator[Any]], kill: int, said: str
+) -> None:
+    def body(dies: Kill | None) -> None:
+        process = hand_loops.process_of(lab, dies, "off", kind=Process)
+        ckpt = process.ckpt
+        evaluated = ckpt.accelerator.prepare(loader(4, num_workers=1, persistent_workers=True))
+        model, optimizer, batches = ckpt.prepare(*process.objects(), loader(12))
+        for _ in ckpt.epochs(2):
+            for batch in around(batches):
+                process.train("loss", model, optimizer, batch)
+                ckpt.commit()
+                process.at("committed")
+            for _ in evaluated if around is iter else ():
+                pass
+        ckpt.close()
+
+    log = in_child(lab, lambda: body(("committed", kill)), status=-signal.SIGKILL) + in_child(lab, lambda: body(None))
+    assert said in log
 
 
 def test_a_loader_that_is_given_twice_is_followed_once(lab: Lab) -> None:

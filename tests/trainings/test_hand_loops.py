@@ -468,6 +468,27 @@ def _counts_anew(process: Process) -> None:
     process.session.close()
 
 
+def _bounded(process: Process, zipped: bool = False) -> None:
+    loader = process.session.loader(make("shuffle", NONE))
+    process.session.restore()
+    for _ in process.session.epochs(1):
+        for batch in zip(range(3), loader, strict=False) if zipped else itertools.islice(loader, 3):
+            process.take("batch", batch[1] if zipped else batch)
+    process.session.close()
+
+
+def _seeds_evaluation_once(process: Process) -> None:
+    loader = process.session.loader(make("shuffle", NONE))
+    evaluated = DataLoader(Augmented(6), BATCH, num_workers=1, persistent_workers=True)
+    process.session.restore()
+    for _ in process.session.epochs(2):
+        for batch in loader:
+            process.take("batch", batch)
+        for _ in evaluated:
+            pass
+    process.session.close()
+
+
 def _choose_samples(process: Process, again: bool = False) -> None:
     chosen = torch.utils.data.Subset(Augmented(6), range(4))
     loader = process.session.loader(DataLoader(chosen, 2))
@@ -550,12 +571,17 @@ def test_a_tensor_that_is_written_above_a_resumed_pass_is_named(lab: Lab) -> Non
     "generators between `iter()` and the first batch; a pass over a second loader that may have been left"
 )
 @pytest.mark.promise("a loop that counts the batches of a pass with `enumerate()` from 0 again")
+@pytest.mark.promise("a pass that `islice()` or `zip(range(n), ...)` ends, in a loop that does not ask for `batch`")
+@pytest.mark.promise("a loader with persistent workers that is not followed: an evaluation's, say")
 @pytest.mark.parametrize(
     ("loop", "kill", "said"),
     [
         (_draws_before_a_batch, 2, "before its first batch, and a resume takes these draws twice"),
         (_leaves_a_validation, 4, "its pass has given batches for one step, and none since"),
         (_counts_anew, 2, "enumerate() counts from 0 again"),
+        (_bounded, 2, "the pass becomes longer than it was"),
+        (partial(_bounded, zipped=True), 2, "the pass becomes longer than it was"),
+        (_seeds_evaluation_once, 5, "persistent workers, which torch seeds once"),
         (_choose_samples, 3, "loader.dataset.indices had been changed before this pass"),
     ],
 )
@@ -564,6 +590,27 @@ def test_what_a_loop_does_otherwise_behind_a_resume_is_said(lab: Lab, loop: Any,
         loop(process_of(lab, dies, "off"))
 
     assert said in "".join(dies_and_goes_on(lab, body, ("committed", kill)))
+
+
+def test_a_pass_that_is_bounded_by_what_is_left_is_exact(lab: Lab) -> None:
+    """So is one whose bound is no less than what is left."""
+
+    def loop(process: Process) -> None:
+        session = process.session
+        loader = session.loader(make("shuffle", NONE))
+        report = session.restore()
+        for epoch in session.epochs(2):
+            if epoch:
+                batches = itertools.islice(loader, 3 - session.batch)
+            else:
+                batches = (batch for _, batch in zip(range(BATCHES), loader, strict=False))
+            for batch in batches:
+                process.take("batch", batch)
+                assert report is None or report.exact
+        session.close()
+
+    log = survives(lab, loop, [("committed", 2), ("committed", BATCHES)])
+    assert "bounds its pass" not in log
 
 
 @pytest.mark.promise("a loader in `itertools.cycle`, which hands out again the batches that it has kept")

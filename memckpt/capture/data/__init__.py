@@ -11,6 +11,8 @@ and no skipped sample is loaded.
     own_state.py    generators and sampler counters of the loader's own objects
     passes.py       bookkeeping of one pass
     follower.py     the loaders of one training, and of loops written by hand
+    surroundings.py what a loop has put around an iteration
+    unfollowed.py   loaders that nobody follows, and that a resume seeds again
     places.py       places of a loop in its loaders, and whether a restart there would be exact
 """
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-import itertools
 import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from types import FrameType
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch.utils.data import DataLoader
@@ -18,6 +15,7 @@ from memckpt.capture import data as dataloader
 from memckpt.capture.data.iteration import LoaderRecord, record_of
 from memckpt.capture.data.places import Place
 from memckpt.capture.data.prefetch import Prefetch
+from memckpt.capture.data.surroundings import is_in_cycle, may_cycle, what_counts_anew
 from memckpt.errors import DataPositionError, ForeignStateError, UsageError
 
 _log = logging.getLogger("memckpt")
@@ -78,11 +76,13 @@ class FollowedLoaders(Generic[FollowedT]):
 
     Attributes:
         ended: number of iterations over them, and of epochs, that have ended.
+        place_asked: whether the user's loop has asked how many batches lie behind: it counts on from there.
     """
 
     def __init__(self, on_live: Callable[[], None]) -> None:
         self.on_live = on_live
         self.ended = 0
+        self.place_asked = False
         self._all: list[FollowedT] = []
 
     def __iter__(self) -> Iterator[FollowedT]:
@@ -134,6 +134,22 @@ class FollowedLoaders(Generic[FollowedT]):
         for follower, state in zip(self._all, states, strict=True):
             follower.continue_after(state)
 
+    def look_around(self, iteration: Iterator[Any], length: float, name: str, record: LoaderRecord, asked: str) -> None:
+        """Say what counts anew around a pass that goes on in its middle; a whole one has `length` batches.
+
+        Called at its first batch. `asked`: the user's name for what has the number of batches behind.
+        """
+        anew = None if self.place_asked else what_counts_anew(iteration, length)
+        if anew == "count":
+            _log.warning(
+                "memckpt: %s goes on in the middle of its pass, and enumerate() counts from 0 again; where the count "
+                "matters, write enumerate(loader, %s.batch)",
+                name,
+                asked,
+            )
+        elif anew == "bound":
+            record.depart(_BOUNDED.format(asked))
+
     def unreplayable(self) -> Iterator[str]:
         """One line for each reason why an exact resume cannot be promised."""
         yield from filter(None, (each.unreplayable() for each in self._all))
@@ -159,6 +175,10 @@ _CYCLED = (
 )
 
 
+_BOUNDED = (
+    "islice() or a range() bounds its pass, and counts from 0 again behind a resume: the pass becomes longer than it "
+    "was. Bound what is left: islice(loader, n - {0}.batch)"
+)
 _LEFT = (
     "its pass has given batches for one step, and none since. If it was left there (a validation that is broken off), "
     "the first pass behind a resume goes on in it. Let go of its iterator"
@@ -508,7 +528,7 @@ class Follower:
         self._trailing = None
         iteration = Iteration(self, make(), held, self._iterations)
         self._training.on_open()  # a new iteration draws
-        iteration.may_cycle = _may_cycle(sys._getframe(2))  # the caller of the loader's __iter__
+        iteration.may_cycle = may_cycle(sys._getframe(2))  # the caller of the loader's __iter__
         self._iterations += 1
         self._known = [reference for reference in self._known if reference() is not None]
         self._known.append(weakref.ref(iteration))
@@ -546,18 +566,12 @@ class Follower:
             self._taken_up, self._at_commit = (weakref.ref(iteration), held), iteration.number
             if not _fetched(held):
                 self._training.on_live()
-            if iteration.batches and _any_around(
-                iteration, lambda one: type(one) is enumerate and _counted_by(one) == 0
-            ):
-                _log.warning(
-                    "memckpt: %s goes on behind batch %d of its pass, and enumerate() counts from 0 again; where the "
-                    "count matters, write enumerate(loader, session.batch)",
-                    self.name,
-                    iteration.batches,
-                )
+            if iteration.batches:
+                length, record = self._length(), self._record_of(self.loader)
+                self._training.look_around(iteration, length, self.name, record, "session")
         if iteration.may_cycle:
             iteration.may_cycle = False
-            self._cycled = self._cycled or _is_in_cycle(iteration)
+            self._cycled = self._cycled or is_in_cycle(iteration)
         if iteration.taken:
             self.written()
         try:
@@ -610,36 +624,6 @@ class Followers(FollowedLoaders[Follower]):
         """Follow a loader until :meth:`release`; once, however often it is given. Raises as :class:`Follower`."""
         if all(each.loader is not loader for each in self._all):
             self._all.append(Follower(loader, counter, f"loader {len(self._all)}", self))
-
-
-def _may_cycle(frame: FrameType) -> bool:
-    """Whether the code of a frame names ``itertools.cycle``: a look at all objects takes a while."""
-    return any(name == "cycle" or frame.f_globals.get(name) is itertools.cycle for name in frame.f_code.co_names)
-
-
-def _is_in_cycle(iteration: Iteration) -> bool:
-    """Whether ``itertools.cycle`` takes its batches, at once or through functions of Python."""
-    return _any_around(iteration, lambda one: type(one) is itertools.cycle)
-
-
-def _counted_by(counter: enumerate[Any]) -> int:
-    reduced: Any = counter.__reduce__()  # as pickle has it: the class, the iterator and the count
-    return int(reduced[1][1])
-
-
-def _any_around(iteration: Iteration, test: Callable[[Any], bool]) -> bool:
-    """Whether one of the iterators around an iteration passes a test."""
-    found: list[Any] = [iteration]
-    for _ in range(_DEEPEST):
-        found = [one for one in gc.get_referrers(*found) if type(one) in _AROUND]
-        if not found or any(map(test, found)):
-            break
-    return any(map(test, found))
-
-
-#: What may hold an iterator (`zip` holds a tuple of them), and how many of these are looked through.
-_AROUND = (itertools.cycle, map, filter, zip, enumerate, itertools.chain, itertools.islice, itertools.starmap, tuple)
-_DEEPEST = 6
 
 
 def _ahead(state: dict[str, Any]) -> int:

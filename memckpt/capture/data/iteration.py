@@ -50,6 +50,8 @@ _QUICK_SECONDS = 2e-4
 #: Called with the reason when a resumed iteration goes on with other data: the reports of this process's sessions.
 departures: list[Callable[[str], None]] = []
 _records: weakref.WeakSet[LoaderRecord] = weakref.WeakSet()
+#: The iterators of grafted loaders that are alive.
+made_iterators: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def followed() -> Iterator[object]:
@@ -301,6 +303,7 @@ class LoaderRecord:
         iterator._memckpt_over = False
         iterator._memckpt_resumes = None
         iterator.__class__ = subclass(type(iterator), GraftedIterator)
+        made_iterators.add(iterator)
         return iterator
 
     def _prime(self, loader: DataLoader[Any], iterator: Any, record: dict[str, Any]) -> None:
