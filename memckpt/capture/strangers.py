@@ -225,6 +225,8 @@ def _schedulers(optimizers: Sequence[Any], depth: int = 2) -> Iterator[Any]:
         values = list(getattr(owner, "__dict__", {}).values())
         if not any(one is each for one in values for each in optimizers):
             continue
+        if any(isinstance(one, torch.nn.Module) for one in values):
+            continue  # a trainer, whose state_dict() may gather a model
         if hasattr(kind, "zero_grad") or hasattr(kind, "param_groups"):
             wrappers.append(owner)
         elif _is_plain(owner):

@@ -104,8 +104,16 @@ class Region:
 
     @classmethod
     def open(cls, fd: int) -> Region:
-        """Map a region that was received over a socket; takes ownership of the descriptor."""
-        return cls(fd, os.fstat(fd).st_size)
+        """Map a region that was received over a socket; takes ownership of the descriptor.
+
+        Raises MemoryBudgetError: a limit of this process forbids it (``ulimit -v``).
+        """
+        nbytes = os.fstat(fd).st_size
+        try:
+            return cls(fd, nbytes)
+        except OSError as error:
+            os.close(fd)
+            raise no_room("what the agent holds", nbytes, error) from error
 
     @classmethod
     def open_all(cls, fds: Sequence[int]) -> list[Region]:
@@ -117,7 +125,7 @@ class Region:
         except BaseException:  # raised again; they have no other owner
             for region in opened:
                 region.close()
-            for fd in fds[len(opened) :]:
+            for fd in fds[len(opened) + 1 :]:  # the first one that was not opened is closed
                 os.close(fd)
             raise
         return opened

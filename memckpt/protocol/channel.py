@@ -91,13 +91,17 @@ class Channel(Generic[In, Out]):
         """Send an encoded message if there is room for it; False if not. Never blocks. Raises AgentGoneError: ended."""
         if len(body) <= INLINE_BYTES:
             return self._send(_INLINE + body, list(fds))
-        file = os.memfd_create("memckpt:message", os.MFD_CLOEXEC)
+        file = -1
         try:
-            with os.fdopen(os.dup(file), "wb") as stream:
+            file = os.memfd_create("memckpt:message", os.MFD_CLOEXEC)
+            with open(file, "wb", closefd=False) as stream:
                 stream.write(body)
             return self._send(_IN_FILE, [file, *fds])
+        except OSError as error:
+            raise AgentGoneError(f"no room for a message of {len(body):,} bytes: {error}") from error
         finally:
-            os.close(file)
+            if file >= 0:
+                os.close(file)
 
     def _send(self, packet: bytes, fds: list[int]) -> bool:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
@@ -122,7 +126,7 @@ class Channel(Generic[In, Out]):
         if timeout != 0.0 and not readable(self.sock, timeout):
             return None
         try:
-            packet, ancillary = self._receive_packet()
+            packet, ancillary, flags = self._receive_packet()
         except BlockingIOError:
             return None
         except OSError as error:
@@ -131,6 +135,10 @@ class Channel(Generic[In, Out]):
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds += array("i", data[: len(data) // 4 * 4])
+        if flags & socket.MSG_CTRUNC:
+            for fd in fds:
+                os.close(fd)
+            raise AgentError("its descriptors were lost: this process has too many open files; raise it (ulimit -n)")
         if not packet:
             raise AgentGoneError("the connection was closed by the other end")
         try:
@@ -141,15 +149,15 @@ class Channel(Generic[In, Out]):
                 os.close(fd)
             raise AgentError(f"a message could not be understood ({error}); do both ends run one version?") from error
 
-    def _receive_packet(self) -> tuple[bytes, list[tuple[int, int, bytes]]]:
+    def _receive_packet(self) -> tuple[bytes, list[tuple[int, int, bytes]], int]:
         space, flags = socket.CMSG_SPACE(_MAX_FDS * 4), socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
         try:
-            packet, ancillary, _, _ = self.sock.recvmsg(INLINE_BYTES + 1, space, flags)
+            packet, ancillary, got, _ = self.sock.recvmsg(INLINE_BYTES + 1, space, flags)
         except ConnectionResetError:
             # The other end has died with something of ours unread. Linux says so once, ahead of what it had sent,
             # which still counts.
-            packet, ancillary, _, _ = self.sock.recvmsg(INLINE_BYTES + 1, space, flags)
-        return packet, ancillary
+            packet, ancillary, got, _ = self.sock.recvmsg(INLINE_BYTES + 1, space, flags)
+        return packet, ancillary, got
 
     def shut_down(self) -> None:
         """Both ends send nothing more; what has arrived can still be received, and then the end."""

@@ -428,10 +428,18 @@ class AgentLink:
     # End
 
     def abandon(self, dismiss: bool = False) -> None:
-        """Close the connection without a goodbye; with `dismiss`, an agent that was started for it leaves at once."""
+        """Close the connection without a goodbye; with `dismiss`, an agent that was started for it leaves at once.
+
+        A commit that is being sent is lost with it, and so is what the next one would say of that.
+        """
         connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close(dismiss)
+        if connection is None:
+            return
+        if not dismiss:
+            connection.channel.shut_down()  # wakes the thread that sends
+        self.finish_sending()
+        self._send_problem = None
+        connection.close(dismiss)
 
     def close(self, finished: bool) -> None:
         """Say goodbye; with `finished` wait until the agent has written the final step to storage and leaves."""

@@ -194,8 +194,8 @@ class Protection:
             _log.warning(
                 "memckpt: training goes on without protection since step %d: %s", record + self._steps_ahead, reason
             )
+        self.link.abandon()  # first: a commit that is being sent reads the slots
         self._staging.close()
-        self.link.abandon()
 
     def _stumble(self, record: int, error: Exception) -> None:
         """Pause protection after an unexpected exception; raise it again if it is none of ours."""

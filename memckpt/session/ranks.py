@@ -113,13 +113,14 @@ class Ranks:
     def together(self, work: Callable[[], T]) -> list[T]:
         """Run `work` on every rank and gather the results; collective.
 
-        If one rank raises a MemckptError, every rank does: none waits in its next collective for a rank that has left.
+        If one rank raises an exception, every rank does: none waits in its next collective for a rank that has left.
+        What is none of ours is a MemckptError on the others.
         """
         result: tuple[str, Any]
-        failure: MemckptError | None = None
+        failure: Exception | None = None
         try:
             result = "", work()
-        except MemckptError as error:
+        except Exception as error:  # raised again below
             failure = error
             result = type(error).__name__, str(error)
         results: list[tuple[str, Any]] = self.gather(result)
@@ -127,7 +128,8 @@ class Ranks:
             raise failure
         for rank, (kind, value) in enumerate(results):
             if kind:
-                raise getattr(errors, kind, MemckptError)(f"rank {rank}: {value}")
+                known = getattr(errors, kind, None)
+                raise known(f"rank {rank}: {value}") if known else MemckptError(f"rank {rank}: {kind}: {value}")
         return [value for _, value in results]
 
     def open_replica_group(self) -> Any:

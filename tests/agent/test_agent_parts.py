@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -87,6 +88,30 @@ def test_a_message_survives_its_sender(pair: Pair) -> None:
     assert pair[1].receive(5)[0] == Commit(1, 2, 3, bytes(INLINE_BYTES * 2))
     with pytest.raises(AgentGoneError, match="closed by the other end"):
         pair[1].receive(5)
+
+
+def test_a_process_without_free_descriptors_says_so_and_leaks_nothing(pair: Pair) -> None:
+    """Neither end of a large message ends with an error of the system's."""
+    large = Commit(1, 2, 3, bytes(INLINE_BYTES * 2))
+    with _without_descriptors(), pytest.raises(AgentGoneError, match="no room for a message"):
+        pair[0].send(large)
+    pair[0].send(large)
+    with _without_descriptors(), pytest.raises(AgentError, match="too many open files"):
+        pair[1].receive(5)
+    pair[0].send(large)
+    assert pair[1].receive(5)[0] == large
+
+
+@contextlib.contextmanager
+def _without_descriptors() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = os.dup(0)
+    os.close(highest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_nothing_there_is_none_and_a_wait_has_a_limit(pair: Pair) -> None:
@@ -282,6 +307,25 @@ def test_a_region_is_shared_with_whoever_gets_its_descriptor() -> None:
     for each in (region, other):
         each.close()
         each.close()
+
+
+def test_a_region_that_a_limit_of_this_process_forbids_is_refused_by_name(lab: Lab) -> None:
+    def body() -> None:
+        with open("/proc/self/statm") as file:
+            mapped = int(file.read().split()[0]) * resource.getpagesize()
+        files = [os.memfd_create("small"), os.memfd_create("large"), os.memfd_create("after")]
+        for fd in files:
+            os.ftruncate(fd, 64 << 20)
+        os.ftruncate(files[0], 4096)
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + (32 << 20), resource.RLIM_INFINITY))
+        with pytest.raises(MemoryBudgetError, match="expected 64 MiB of memory for what the agent holds"):
+            Region.open_all(files)
+        for fd in files:
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.fstat(fd)
+
+    child = lab.fork(body, "limited")
+    assert child.wait() == 0, child.log.read_text()
 
 
 def test_a_forked_child_has_neither_mapping_nor_descriptor(lab: Lab) -> None:

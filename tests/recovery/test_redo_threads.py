@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from memckpt.recovery.target import RedoThreads
 from memckpt.state import codec
 from memckpt.state.layout import Layout
-from memckpt.state.optimizers import hyperparameters
+from memckpt.state.optimizers import ELEMENTWISE, hyperparameters
 from memckpt.state.records import RecordMeta, SubStep
 from memckpt.state.redo import RedoGroup, RedoTarget
 from memckpt.state.spec import OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec
@@ -59,6 +59,50 @@ def test_threads_change_no_bit(whole: bool) -> None:
     alone, together = redone(1, whole), redone(3, whole)
     assert all(map(torch.equal, alone, together))
     assert torch.get_num_threads() == before
+
+
+#: Beyond what one of many threads takes at once, and no multiple of a vector.
+_ELEMENTS = 768 * 768 + 3
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "SGD": {"momentum": 0.9},
+    "RMSprop": {"momentum": 0.9},
+    "Adam": {"amsgrad": True},
+}
+_NAMES = [each.__name__ for each in ELEMENTWISE]
+_FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
+
+
+def stepped(name: str, how: dict[str, bool], threads: int, cut: int = _ELEMENTS) -> torch.Tensor:
+    """A parameter behind two steps of an optimizer that had it in pieces of `cut` elements, with so many threads."""
+    generator = torch.Generator().manual_seed(7)
+    values, *gradients = (torch.randn(_ELEMENTS, generator=generator) for _ in range(3))
+    torch.set_num_threads(threads)
+    pieces = [torch.nn.Parameter(piece.clone()) for piece in values.split(cut)]
+    optimizer = getattr(torch.optim, name)(pieces, lr=0.01, **_OPTIONS.get(name, {}), **how)
+    for gradient in gradients:
+        for piece, part in zip(pieces, gradient.split(cut), strict=True):
+            piece.grad = part.clone()
+        optimizer.step()
+    return torch.cat([piece.detach() for piece in pieces])
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *((name, {"foreach": value}) for name in _NAMES for value in (True, False)),
+        *((name, {"fused": True}) for name in _FUSED),
+    ],
+    ids=str,
+)
+def test_a_piece_has_the_bits_of_the_whole_whatever_shared_its_step(name: str, how: dict[str, bool]) -> None:
+    """A step of many threads cuts a tensor where no vector ends; redo takes other pieces, each in one thread."""
+    before = torch.get_num_threads()
+    try:
+        alone = stepped(name, how, 1)
+        for threads, cut in [(3, _ELEMENTS), (7, _ELEMENTS), (10, _ELEMENTS), (1, 65_536)]:
+            assert torch.equal(stepped(name, how, threads, cut), alone), (threads, cut)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_only_what_may_be_cut_leaves_the_calling_thread() -> None:

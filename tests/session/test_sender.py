@@ -18,9 +18,18 @@ from memckpt.session.ranks import Ranks
 class Connection:
     """A connection of which messages may be refused."""
 
-    def __init__(self, refused: str = "") -> None:
+    def __init__(self, refused: str = "", on_shut_down: Callable[[], None] = lambda: None) -> None:
         self.sent: list[str] = []
         self._refused = refused
+        self.shut_down = on_shut_down
+        self.closed = False
+
+    @property
+    def channel(self) -> Connection:
+        return self
+
+    def close(self, dismiss: bool) -> None:
+        self.closed = True
 
     def send(self, message: str) -> None:
         if message == self._refused:
@@ -69,6 +78,17 @@ def test_a_failure_is_told_once_and_what_follows_is_sent(
     assert connection.sent == ["copied"]
     with pytest.raises(AgentGoneError, match=told):
         link.notices()
+    assert link.notices() == []
+
+
+def test_what_failed_on_a_connection_that_is_given_up_is_not_told_to_the_next_one() -> None:
+    may_fail = threading.Event()
+    connection = Connection(refused="commit", on_shut_down=may_fail.set)
+    link = link_with(connection)
+    link.send_later(lambda: may_fail.wait(20) and "commit")  # type: ignore[arg-type, return-value]
+    link.abandon()
+    assert connection.closed
+    link._connection = Connection()  # type: ignore[assignment]
     assert link.notices() == []
 
 
