@@ -75,12 +75,23 @@ def test_what_has_memory_of_its_own_is_written_all_the_same(jobs: WriterJobs, pr
     jobs.give_up_held()
     assert (held, copied) == ([None], [])
     assert [message.part.record for message in processes[-1].sent] == [2]
-    assert processes[-1].sent[0].abandoned == (part_of(1, timeline=T1, node="n"),), (
-        "what was half written is deleted first"
-    )
+    half_written, own = (part_of(record, timeline=T1, node="n") for record in (1, 2))
+    assert processes[-1].sent[0].abandoned == (half_written, own), "what was half written is deleted first"
     jobs.finished(Saved(2, 2, 1, 1.0, 1.0))
     assert [type(outcome) for outcome in copied] == [Saved]
     assert region.fd < 0
+
+
+def test_a_part_that_a_dead_agent_may_have_begun_is_cleared_until_one_is_whole(
+    jobs: WriterJobs, processes: list[Process]
+) -> None:
+    """The last checkpoint of a training is written again under its name, and none comes behind it."""
+    for record in (1, 2):
+        write(jobs, Job(save_of(record, "run"), []), Run("run"))
+        jobs.finished(Saved(record, record, 1, 1.0, 1.0))
+    first, second = processes[0].sent
+    assert first.abandoned == (first.part,)
+    assert second.abandoned == ()
 
 
 def test_a_job_fails_at_once_where_no_writer_can_be_started() -> None:

@@ -168,6 +168,8 @@ class WriterJobs:
         self._looking_since: float | None = None
         #: Parts that killed writers may have left half-written, by URL.
         self._abandoned: list[tuple[str, Part]] = []
+        #: URLs that have got something whole: before, a dead agent may have left what is written first.
+        self._reached: set[str] = set()
 
     @property
     def busy(self) -> bool:
@@ -211,6 +213,8 @@ class WriterJobs:
             job = self._current.job
             self._deadline = time.monotonic() + self._current.limit()
             abandoned = tuple(part for url, part in self._abandoned if url == job.save.url)
+            if job.save.url not in self._reached:
+                abandoned = (*abandoned, job.save.part)
             self._send_to_writer(msgspec.structs.replace(job.save, abandoned=abandoned), job.regions)
 
     # What else it does
@@ -246,6 +250,7 @@ class WriterJobs:
         if queued is None:
             return
         if isinstance(message, Saved):
+            self._reached.add(queued.job.save.url)
             self._abandoned = [one for one in self._abandoned if one[0] != queued.job.save.url]
         self._current = None
         queued.job.close()
