@@ -114,6 +114,9 @@ class Region:
         except OSError as error:
             os.close(fd)
             raise no_room("what the agent holds", nbytes, error) from error
+        except ValueError:  # it is empty
+            os.close(fd)
+            raise
 
     @classmethod
     def open_all(cls, fds: Sequence[int]) -> list[Region]:
