@@ -173,18 +173,20 @@ def test_training_survives_its_agent_and_is_protected_again(lab: Lab, nodes: boo
 def test_resumes_from_storage_when_an_agent_and_all_ranks_are_gone(lab: Lab, nodes: bool, redo: str) -> None:
     """With two agents, the one that lives is not enough; each has written its own part of the checkpoint.
 
-    One agent that holds the state itself takes the newest step that it has when it comes to it, 5 to 7.
+    One agent that holds the state itself takes the newest step that it has when it comes to it. On a busy machine that
+    is a later one, for which it waits until training goes on: it gets a second chance.
     """
-    settings = config(redo, storage=StorageConfig(every_steps=5))
+    alone = redo == "eager" and not nodes
+    settings = config(redo, storage=StorageConfig(every_steps=3 if alone else 5))
     job = replace(job_of(lab, nodes=nodes), config=settings)
     expected = reference(lab, job)
-    if redo == "eager" and not nodes:
+    if alone:
         lab.start_agent()
-    last = die_and_go_on(lab, job, Death("agent", 8), Death("all", 8, "backward"), wait_at=6)
+    last = die_and_go_on(lab, job, Death("agent", 8), Death("all", 8, "backward"), wait_at=7 if alone else 6)
     assert {each["tier"] for rank in noted(last, "restored") for each in rank} == {"storage"}
     found = results(last)
     resumed = found[0]["resumed"]
-    assert resumed in (range(5, 8) if redo == "eager" and not nodes else [5])
+    assert resumed in (range(3, 8) if alone else [5])
     check_same(found, expected, resumed)
 
 
