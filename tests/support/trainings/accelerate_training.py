@@ -371,7 +371,7 @@ def check_resumes(attempts: Sequence[Ended], run: AccelerateRun, behind: int, ah
     for number, each in enumerate(attempts):
         resumed = each.events("attached", run.victim)[0]["step"]
         assert last - behind <= resumed <= last + ahead, f"attempt {number} resumed at {resumed}, had noted {last}"
-        last = max([last, *(one["step"] for one in each.events("committed"))])
+        last = max([last, resumed, *(one["step"] for one in each.events("committed"))])
 
 
 # Actions at a place
