@@ -136,7 +136,7 @@ def drill(
 
 @dataclass(frozen=True)
 class _Asked:
-    """What the command line asks for; the names are those of its options."""
+    """Options of the command line, under their names there."""
 
     command: list[str]
     resume_command: str | None

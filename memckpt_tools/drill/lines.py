@@ -99,6 +99,13 @@ class Writer:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         # What a killed process has left of its last line must not run into the next one.
         os.write(self._fd, b"\n")
+        self._keys: tuple[Key, ...] | None = None
+
+    def name_tensors(self, keys: tuple[Key, ...]) -> None:
+        """Write the names of the tensors whose digests follow, where they are other ones than before."""
+        if keys != self._keys:
+            self._keys = keys
+            self.write(Tensors(keys))
 
     def write(self, line: AnyLine) -> None:
         data = memoryview(_encoder.encode(line) + b"\n")

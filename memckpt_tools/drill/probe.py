@@ -49,7 +49,6 @@ from memckpt_tools.drill.lines import (
     Loaders,
     Restored,
     Taken,
-    Tensors,
     Writer,
 )
 from memckpt_tools.drill.losses import LossTap
@@ -344,7 +343,6 @@ class Probe(Observer):
         self._loaders: tuple[str, ...] | None = None
         self._writer = Writer(self._orders.lines_of(session.rank))
         self._losses = LossTap()
-        self._keys: tuple[Key, ...] | None = None
         self._check = ("", "")
         pid = os.getpid()
         place = (session.rank, session.world_size, time.monotonic(), session.agent, session.node)
@@ -390,9 +388,7 @@ class Probe(Observer):
 
     def _fingerprint(self) -> tuple[bytes, bytes]:
         keys, digests, sketches = self._fingerprints.fingerprint_state()
-        if keys != self._keys:
-            self._keys = keys
-            self._writer.write(Tensors(keys))
+        self._writer.name_tensors(keys)
         return digests, sketches
 
     def close(self) -> None:

@@ -96,7 +96,7 @@ class Blow:
 
 @dataclass(frozen=True)
 class Result:
-    """What a drill of a script's own checkpoints has found."""
+    """Findings of a drill of a script's own checkpoints."""
 
     verdict: Verdict
     blows: list[Blow]

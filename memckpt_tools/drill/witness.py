@@ -106,7 +106,7 @@ class _Witness:
         from memckpt.capture.copier import copier_for, device_of
         from memckpt.config.observers import Watched
         from memckpt.processes.handles import start_ticks
-        from memckpt_tools.drill.lines import Begun, Key, Restored, Weights, Writer
+        from memckpt_tools.drill.lines import Begun, Restored, Weights, Writer
         from memckpt_tools.drill.probe import Fingerprints
 
         rank, world_size = _place()
@@ -115,7 +115,6 @@ class _Witness:
         live = Watched(None, optimizers, lambda: tensors, None, "", rank, world_size, None)  # type: ignore[arg-type]
         self._fingerprints = Fingerprints(live, copier_for(device_of(tensors)))
         self._writer = Writer(self._directory / f"rank-{rank}.jsonl")
-        self._keys: tuple[Key, ...] | None = None
         pid = os.getpid()
         self._writer.write(Begun(pid, start_ticks(pid), rank, world_size, time.monotonic(), None, ""))
         nbytes = sum(each.nbytes for each in tensors.values() if isinstance(each, Parameter))
@@ -143,12 +142,8 @@ class _Witness:
         )
 
     def _fingerprint(self) -> tuple[bytes, bytes]:
-        from memckpt_tools.drill.lines import Tensors
-
         keys, digests, sketches = self._fingerprints.fingerprint_state()
-        if keys != self._keys:
-            self._keys = keys
-            self._writer.write(Tensors(keys))
+        self._writer.name_tensors(keys)
         return digests, sketches
 
 

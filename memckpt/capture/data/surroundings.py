@@ -1,4 +1,4 @@
-"""What a loop has put around an iteration over a loader: some of it begins anew where a resume goes on in mid-pass."""
+"""Iterators that a loop has put around one over a loader: some begin anew where a resume goes on in mid-pass."""
 
 from __future__ import annotations
 

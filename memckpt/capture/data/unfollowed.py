@@ -27,10 +27,11 @@ class UnfollowedLoaders:
         """One line for each that has begun since the last call; called in each commit."""
         running = {each.pid for each in multiprocessing.active_children()}
         new, self._known = running - self._known, running
-        if new <= {worker.pid for each in made_iterators for worker in getattr(each, "_workers", ())}:
+        if not new or new <= {worker.pid for each in made_iterators for worker in getattr(each, "_workers", ())}:
             return
         for each in gc.get_objects():
             if issubclass(type(each), DataLoader) and record_of(each) is None:
-                workers = getattr(vars(each).get("_iterator"), "_workers", ())
-                if each.generator is None and not new.isdisjoint(worker.pid for worker in workers):
+                has = vars(each)  # one that is being unpickled has nothing yet
+                workers = getattr(has.get("_iterator"), "_workers", ())
+                if has.get("generator") is None and not new.isdisjoint(worker.pid for worker in workers):
                     yield _SEEDED_ANEW.format(type(each.dataset).__name__)

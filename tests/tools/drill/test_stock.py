@@ -20,7 +20,7 @@ LIMIT_SECONDS = 600
 
 
 def drill(tmp_path: Path, script: list[str], *options: str, status: int) -> tuple[str, dict[str, Any]]:
-    """What the drill of a script prints, and what it finds."""
+    """Output of the drill of a script, and its findings."""
     command = [sys.executable, "-m", "memckpt", "drill", "--stock", "--steps", "48", "--seed", "4", *options]
     ended = subprocess.run(
         [*command, "--json", "found.json", "--dir", "drill", "--", sys.executable, str(SCRIPTS), *script],
