@@ -41,7 +41,8 @@ class Counter:
 
 @pytest.fixture
 def rank_state() -> RankState:
-    live: Any = None  # not used by what is tested here
+    # Of no use to what is tested here, but other sessions of this process ask it what it carries.
+    live: Any = SimpleNamespace(model=torch.nn.Identity(), extra_modules={}, optimizers=[])
     return RankState(live, HostCopier())
 
 
@@ -57,7 +58,7 @@ def test_the_held_names_are_loaded_and_nothing_is_said(rank_state: RankState, ca
 
 def test_attributes_of_a_protected_optimizer_are_refused_with_what_carries_them() -> None:
     optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1) for _ in range(2)]
-    live: Any = SimpleNamespace(optimizers=optimizers[:1])
+    live: Any = SimpleNamespace(model=torch.nn.Identity(), extra_modules={}, optimizers=optimizers[:1])
     rank_state = RankState(live, HostCopier())
     for each in optimizers:
         vars(each)["boost"] = 1.0
