@@ -25,7 +25,7 @@ from memckpt.errors import AgentError, MemckptError, RunBusyError
 from memckpt.journal.events import AnyEvent
 from memckpt.memory.generation import Generation
 from memckpt.memory.pages import LifePage, look_seconds
-from memckpt.memory.redo_news import MemoryReserved, RedoNews, ReplicaCopied
+from memckpt.memory.redo_news import CopyReserved, MemoryReserved, RedoNews, ReplicaCopied
 from memckpt.processes.address import AgentAddress, peer
 from memckpt.processes.attempt import Attempt, TrainerHandle
 from memckpt.processes.control import relieve
@@ -232,12 +232,16 @@ class Agent:
         group = self._groups.get(ranks)
         if group is None:
             return  # it was dropped meanwhile
-        if isinstance(message, MemoryReserved):
-            group.memory_reserved(message.generation)
-            return
-        if isinstance(message, ReplicaCopied):
-            group.saver.state_copies.copied(message)
-            return
+        match message:
+            case MemoryReserved():
+                group.memory_reserved(message.generation)
+                return
+            case CopyReserved():
+                group.saver.state_copies.reserved(message.order)
+                return
+            case ReplicaCopied():
+                group.saver.state_copies.copied(message)
+                return
         if isinstance(message, said.Drift):
             _log.info("drift of %g ulp at record %d in %s", message.max_ulp, message.record, message.tensor)
             trainers = self._attempt.trainers.values() if self._attempt is not None else ()

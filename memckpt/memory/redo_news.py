@@ -27,4 +27,11 @@ class MemoryReserved:
     generation: int
 
 
-RedoNews = Credit | Drift | Alarm | ReplicaCopied | MemoryReserved
+@dataclass(frozen=True)
+class CopyReserved:
+    """The memory of a copy of the state is reserved, or the kernel has refused it; `order` is its number."""
+
+    order: int
+
+
+RedoNews = Credit | Drift | Alarm | ReplicaCopied | MemoryReserved | CopyReserved

@@ -243,7 +243,7 @@ def test_a_copy_after_a_record_on_which_ranks_disagree_is_made_again(differs: bo
             held.ring.seal(5, rank)
             held.commit(rank, Commit(1, 5, 5, b""))
         orders: list[Any] = []
-        copies = StateCopies(lambda message, fd: orders.append(message))
+        copies = StateCopies(lambda message, fd: orders.append(message), lambda reserved: None)
 
         async def take() -> None:
             outcomes.append(await copies.copy_state(Run(""), held, 5))

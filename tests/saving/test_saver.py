@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from memckpt.agent.saving import checkpoints, jobs, record_log, schedule
+from memckpt.agent.saving import checkpoints, jobs, record_log, schedule, state_copies
 from memckpt.agent.saving import saver as saver_module
+from memckpt.agent.saving.state_copies import Run
+from memckpt.memory import region as region_module
+from memckpt.memory.redo_news import CopyReserved
 from memckpt.memory.region import Region
 from memckpt.protocol.storing import Appended, RankPartCopied, Saved, SaveFailed
 from memckpt.protocol.trainer import Configure, Drift
@@ -109,6 +114,73 @@ def test_an_answer_to_an_order_that_was_dropped_is_none_to_the_next_one_for_the_
     assert node.saves == []
     node.copy(record)
     assert [save.part.record for save in node.saves] == [record]
+
+
+@pytest.fixture
+def hold_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """From its call on memory is reserved in a thread, which waits; what it returns lets it go on, or fail."""
+    may_go, errors = Event(), []
+
+    def allocate(fd: int, offset: int, nbytes: int) -> None:
+        assert may_go.wait(60)
+        if errors:
+            raise errors[0]
+
+    def go_on(error: OSError | None = None) -> None:
+        errors.extend(filter(None, [error]))
+        may_go.set()
+
+    def hold() -> Callable[..., None]:
+        monkeypatch.setattr(state_copies, "AT_ONCE_BYTES", 0)
+        monkeypatch.setattr(region_module, "_fallocate", allocate)
+        return go_on
+
+    yield hold
+    may_go.set()
+
+
+def told_of_memory(node: Node) -> CopyReserved:
+    told = node.news.get(timeout=60)
+    assert isinstance(told, CopyReserved)
+    return told
+
+
+def test_nobody_waits_while_memory_for_a_copy_is_reserved(make: Any, hold_memory: Any) -> None:
+    """The event loop goes on, and no trainer gets the order before it may write there."""
+    node = make(every_steps=10, mode="replica")
+    go_on = hold_memory()
+    node.train(6)
+    assert (node.orders, node.saver.state_copies.asker) == ([], Run(node.saver._checkpoints.url))
+    go_on()
+    node.saver.state_copies.reserved(told_of_memory(node).order)
+    assert [order.record for order in node.orders] == [10]
+    node.train(4)
+    node.copy(10)
+    assert [save.part.record for save in node.saves] == [10]
+
+
+def test_memory_that_the_kernel_refuses_later_fails_the_checkpoint_with_its_reason(make: Any, hold_memory: Any) -> None:
+    node = make(every_steps=10, mode="replica")
+    go_on = hold_memory()
+    node.train(6)
+    go_on(OSError(errno.ENOSPC, "No space left on device"))
+    node.saver.state_copies.reserved(told_of_memory(node).order)
+    assert (node.orders, node.saver.state_copies.asker) == ([], None)
+    assert "the state cannot be copied: expected" in node.saver.alarm
+    assert "memory for a copy of the state on its way to storage, found less" in node.saver.alarm
+
+
+def test_a_copy_that_was_dropped_while_its_memory_was_reserved_is_not_ordered(make: Any, hold_memory: Any) -> None:
+    node = make(every_steps=10, mode="replica")
+    go_on = hold_memory()
+    node.train(6)
+    go_on()
+    told = told_of_memory(node)
+    region = node.saver.state_copies._current.region
+    node.saver.drop_generation(node.held)
+    assert region.fd < 0
+    node.saver.state_copies.reserved(told.order)
+    assert node.orders == []
 
 
 # Modes

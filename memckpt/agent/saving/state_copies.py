@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from memckpt.errors import MemckptError
 from memckpt.memory.budget import check_budget
 from memckpt.memory.generation import Generation
-from memckpt.memory.redo_news import ReplicaCopied
-from memckpt.memory.region import Region
+from memckpt.memory.redo_news import CopyReserved, ReplicaCopied
+from memckpt.memory.region import AT_ONCE_BYTES, Region, Reservation, bytes_being_reserved
 from memckpt.protocol.channel import AgentToTrainer
 from memckpt.protocol.storing import CopyRankPart, RankPartCopied, Saved, SaveFailed
 
@@ -105,17 +106,24 @@ class _Order:
     generation: Generation
     record: int
     region: Region
+    reservation: Reservation  #: of the region's memory; nobody has got the order before it has ended
     answer: Answer[StateCopy | SaveFailed | None] = field(default_factory=Answer)
     parts: dict[int, RankPartCopied] = field(default_factory=dict)
 
 
 class StateCopies:
-    """Has one copy made at a time. `order` tells all trainers; `hurried` gets the :attr:`lead` after a late one."""
+    """Has one copy made at a time. `order` tells all trainers; `hurried` gets the :attr:`lead` after a late one.
+
+    `notify` gets CopyReserved in a thread, and has the event loop call :meth:`reserved`.
+    """
 
     def __init__(
-        self, order: Callable[[AgentToTrainer, int], None], hurried: Callable[[int], None] = lambda lead: None
+        self,
+        order: Callable[[AgentToTrainer, int], None],
+        notify: Callable[[CopyReserved], None],
+        hurried: Callable[[int], None] = lambda lead: None,
     ) -> None:
-        self._order, self._hurried = order, hurried
+        self._order, self._notify, self._hurried = order, notify, hurried
         self._current: _Order | None = None
         #: Records that an order must be ahead for every trainer to get it in time.
         self.lead = _FIRST_LEAD
@@ -130,8 +138,8 @@ class StateCopies:
 
         Raises MemoryBudgetError, OSError or RuntimeError: there is no memory for it.
         """
-        order = self._order_copy(asker, generation, record)
-        copy = await order.answer if order is not None else None
+        order = self._reserve_copy(asker, generation, record)
+        copy = await order.answer
         if isinstance(copy, StateCopy) and not generation.ledger.knows(record):
             # So late that its rank states have been let go of.
             copy.region.close()
@@ -139,25 +147,46 @@ class StateCopies:
             return None
         return copy
 
-    def _order_copy(self, asker: Asker, generation: Generation, record: int) -> _Order | None:
-        """Order a copy; None if the record has passed."""
-        layout = generation.layout
-        check_budget(layout.copy_bytes, 0, None, "a copy of the state on its way to storage")
-        region = Region.create("copy", layout.copy_bytes)
+    def _reserve_copy(self, asker: Asker, generation: Generation, record: int) -> _Order:
+        """Make memory for a copy, in a thread where that takes long, and order the copy behind it."""
+        nbytes, purpose, number = (
+            generation.layout.copy_bytes,
+            "a copy of the state on its way to storage",
+            next(_numbers),
+        )
+        check_budget(nbytes, 0, None, purpose, coming=bytes_being_reserved())
+        region, at_once = Region.lay_out("copy", nbytes), nbytes <= AT_ONCE_BYTES
+        ended = (lambda: None) if at_once else partial(self._notify, CopyReserved(number))
         try:
-            region.populate_in_background()
-        except RuntimeError:
+            reservation = Reservation(purpose, [(region, 0, nbytes)], ended)
+        except RuntimeError:  # no thread
             region.close()
             raise
-        number = next(_numbers)
-        if generation.replica is None:
-            self._order(CopyRankPart(record, number), region.fd)
-        elif not generation.replica.copy_at(record, region):
-            region.close()
-            return None
         generation.ledger.pinned = record
-        self._current = _Order(number, asker, generation, record, region)
-        return self._current
+        order = self._current = _Order(number, asker, generation, record, region, reservation)
+        if at_once:
+            self.reserved(number)
+        return order
+
+    def reserved(self, number: int) -> None:
+        """Give an order whose memory has been reserved, or was refused; nothing if it has been dropped."""
+        order = self._current
+        if order is None or order.number != number:
+            return
+        try:
+            order.reservation.finish()
+            order.region.populate_in_background()
+        except (MemckptError, OSError, RuntimeError) as error:
+            self.drop(again=False)
+            step = order.generation.newest_step or 0
+            order.answer.give(SaveFailed(step, f"the state cannot be copied: {error}"))
+            return
+        replica = order.generation.replica
+        if replica is None:
+            self._order(CopyRankPart(order.record, number), order.region.fd)
+        elif not replica.copy_at(order.record, order.region):  # the record has passed
+            self.hurry()
+            self.drop(again=True)
 
     def add_part(self, rank: int, message: RankPartCopied) -> None:
         """Add a trainer's part, unless its order has been dropped."""
@@ -211,6 +240,7 @@ class StateCopies:
             return
         if order.generation.replica is not None:
             order.generation.replica.forget_copy()
+        order.reservation.close()
         order.region.close()
         if again:
             order.answer.give(None)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, cast
 
 from memckpt.agent.saving.saver import Saver
 from memckpt.config import StorageConfig
 from memckpt.journal.events import AnyEvent
+from memckpt.memory.redo_news import RedoNews
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.channel import Message
 from memckpt.protocol.storing import CopyRankPart, RankPartCopied, Save, Saved, SaveFailed
@@ -24,6 +26,7 @@ class Node:
     Attributes:
         orders: for copies, as trainers got them.
         told: what else trainers were told.
+        news: of threads, for the event loop.
         failures: how often the agent heard that what was last to be written could not be.
         checkpoints, records: the processes that were started, the newest last.
     """
@@ -34,6 +37,7 @@ class Node:
         self.told: list[Message] = []
         self.checkpoints: list[Process] = []
         self.records: list[RecordsProcess] = []
+        self.news: SimpleQueue[RedoNews] = SimpleQueue()
         self.failures = 0
         host: Any = self
         self.saver = Saver("n", (0,), host, host)
@@ -58,6 +62,9 @@ class Node:
             self.orders.append(message)
 
     def note_event(self, event: AnyEvent) -> None: ...
+
+    def notify(self, ranks: RankGroup, message: RedoNews) -> None:
+        self.news.put(message)
 
     def announce(self, ranks: RankGroup, record: int) -> None: ...
 
