@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from memckpt_tools.drill import supervisor
     from memckpt_tools.drill.comparison import Verdict
     from memckpt_tools.drill.job import Start
+    from memckpt_tools.drill.summary import Summary
     from memckpt_tools.drill.workplace import Workplace
 
 
@@ -57,16 +58,22 @@ def drill(
         bool,
         typer.Option("--stock", help="Drill the script's own checkpoints, with memckpt off; also of other scripts."),
     ] = False,
+    both: Annotated[
+        bool,
+        typer.Option("--both", help="Drill the script's own checkpoints, then memckpt, and put them into one table."),
+    ] = False,
     resume_command: Annotated[
         str | None,
         typer.Option(
-            help="With --stock: the command that resumes, as one argument. Default: the same command.",
+            help="With --stock or --both, of the script's own checkpoints: the command that resumes, as one "
+            "argument. Default: the same command.",
             metavar="COMMAND",
             show_default=False,
         ),
     ] = None,
     grace: Annotated[
-        float, typer.Option(min=0, help="With --stock: seconds between SIGTERM and SIGKILL, for kills of kind term.")
+        float,
+        typer.Option(min=0, help="With --stock or --both: seconds from SIGTERM to SIGKILL, for kills of kind term."),
     ] = 30.0,
     overhead: Annotated[
         bool,
@@ -90,6 +97,13 @@ def drill(
     json: Annotated[
         Path | None, typer.Option("--json", help="Write what was found to a file, too, as JSON.", metavar="FILE")
     ] = None,
+    junit: Annotated[
+        Path | None,
+        typer.Option("--junit", help="Write a test case for each kill, as JUnit's XML, for CI.", metavar="FILE"),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write what is printed to a page, too.", metavar="FILE")
+    ] = None,
 ) -> None:
     """Train twice undisturbed, then with kills, and say whether these have left a trace.
 
@@ -103,14 +117,19 @@ def drill(
     Exit status: 0 if the killed run is equal to an undisturbed one bit for bit, or, where two undisturbed ones differ,
     no further from them than they are from each other; 1 if it is not; 15 if the drill could not be carried out.
     """
+    from memckpt_tools.drill.summary import junit_xml, print_beside
     from memckpt_tools.drill.workplace import Workplace
 
     seed = random.SystemRandom().randrange(10_000) if seed is None else seed
-    drilled = _own if stock else _protected
-    if resume_command is not None and not stock:
+    ways = [_own, _protected] if both else [_own if stock else _protected]
+    if resume_command is not None and _own not in ways:
         raise ConfigurationError("--resume-command: expected --stock beside it; with memckpt the same command resumes")
-    asked = _Asked(command, resume_command, kills, steps, seed, kinds, nodes, overhead, patience, grace, json)
-    asked.check(stock)  # refuses what cannot be, before anything is trained
+    if both and (kinds is not None or nodes > 1):
+        raise ConfigurationError("--both: expected neither --kinds nor --nodes, which mean other things for the two")
+    asked = _Asked(command, resume_command, kills, steps, seed, kinds, nodes, overhead, patience, grace)
+    asked.check([way is _own for way in ways])  # refuses what cannot be, before anything is trained
+    files = tuple(path.resolve() for path in (json, junit, html) if path is not None)
+    out.record = html is not None
     place = _make(directory)
     workplace = None if in_place else Workplace(Path.cwd(), place)
     on_nodes = f", {nodes} nodes simulated on this machine" if nodes > 1 else ""
@@ -118,13 +137,23 @@ def drill(
         f"{shlex.join(command)}: {steps} steps, {kills} kills, seed {seed}{on_nodes}", markup=False, soft_wrap=True
     )
     keeps, passed = True, False
+    summaries: list[Summary] = []
     try:
         with _ending_by_signal():
-            passed = drilled(asked, place, workplace)
+            for way in ways:
+                below = place / way.__name__.strip("_") if both else place
+                below.mkdir(exist_ok=True)
+                summaries.append(way(asked, below, workplace))
+        if both:
+            print_beside(summaries)
+        passed = summaries[-1].passed
+        findings: Any = {each.way: each.findings for each in summaries} if both else summaries[0].findings
+        _write("--json", json, lambda: msgspec.json.format(msgspec.json.encode(findings), indent=2) + b"\n")
+        _write("--junit", junit, lambda: junit_xml(summaries))
+        _write("--html", html, lambda: out.export_html(clear=False).encode())
         keeps = directory is not None or not passed
     finally:
-        own = () if json is None else (json.resolve(),)
-        for path in workplace.changed(own) if workplace is not None else ():
+        for path in workplace.changed(files) if workplace is not None else ():
             err.print(f"{path} has changed meanwhile: the script may have written to it", style="red", markup=False)
         if keeps:
             err.print(f"Kept: {place} (outputs of the script, run directories)", markup=False, soft_wrap=True)
@@ -148,7 +177,6 @@ class _Asked:
     overhead: bool
     patience: float
     grace: float
-    json: Path | None
 
     def protected_plan(self) -> supervisor.Plan:
         """Raises ConfigurationError."""
@@ -166,19 +194,21 @@ class _Asked:
         kinds = parse_kinds(self.kinds or ",".join(KINDS))
         return Plan(self.kills, self.steps, self.seed, kinds, self.patience, self.grace)
 
-    def check(self, stock: bool) -> None:
-        """Refuse what cannot be. Raises ConfigurationError."""
+    def check(self, stock: Sequence[bool]) -> None:
+        """Refuse what cannot be, of each way that is to be drilled. Raises ConfigurationError."""
         from memckpt_tools.drill.supervisor import draw
 
-        _ = self.stock_plan() if stock else self.protected_plan()
+        for own in stock:
+            _ = self.stock_plan() if own else self.protected_plan()
         draw(self.seed, self.kills, self.steps)
 
 
-def _protected(asked: _Asked, place: Path, workplace: Workplace | None) -> bool:
-    """Drill a training that memckpt protects; True if it is equal to an undisturbed one."""
+def _protected(asked: _Asked, place: Path, workplace: Workplace | None) -> Summary:
+    """Drill a training that memckpt protects."""
     from memckpt_tools.drill import supervisor
+    from memckpt_tools.drill.summary import summary_of_protected
     from memckpt_tools.drill.supervisor import FIRST, KILLED, SECOND, WITHOUT
-    from memckpt_tools.drill.text import as_json, print_result, print_undisturbed
+    from memckpt_tools.drill.text import print_result, print_undisturbed
 
     names = {FIRST: "undisturbed", WITHOUT: "without memckpt", SECOND: "undisturbed again", KILLED: "killed"}
     undisturbed: list[Verdict] = []
@@ -186,31 +216,28 @@ def _protected(asked: _Asked, place: Path, workplace: Workplace | None) -> bool:
         with _showing(names, asked.steps) as show:
             start = _start(asked.command, workplace)
             result = supervisor.drill(place, start, asked.protected_plan(), show, undisturbed.append)
-        if asked.json is not None:
-            _write(asked.json, as_json(result, asked.command, asked.seed))
         print_undisturbed(undisturbed.pop())
     finally:
         for verdict in undisturbed:  # the killed run failed: these two may say why
             print_undisturbed(verdict)
     print_result(result)
-    return result.verdict.outcome != "different"
+    return summary_of_protected(result, asked.command, asked.seed)
 
 
-def _own(asked: _Asked, place: Path, workplace: Workplace | None) -> bool:
-    """Drill a script's own checkpoints; True if training goes on as an undisturbed one does."""
+def _own(asked: _Asked, place: Path, workplace: Workplace | None) -> Summary:
+    """Drill a script's own checkpoints."""
     from memckpt_tools.drill import stock
+    from memckpt_tools.drill.summary import summary_of_own
     from memckpt_tools.drill.supervisor import FIRST, KILLED, SECOND
-    from memckpt_tools.drill.text import print_stock, stock_json
+    from memckpt_tools.drill.text import print_stock
 
     again = asked.command if asked.resume_command is None else shlex.split(asked.resume_command)
     starts = _start(asked.command, workplace), _start(again, workplace)
 
     with _showing({FIRST: "undisturbed", SECOND: "undisturbed again", KILLED: "killed"}, asked.steps) as show:
         result = stock.drill(place, starts, asked.stock_plan(), show)
-    if asked.json is not None:
-        _write(asked.json, stock_json(result, asked.command, asked.seed))
     print_stock(result)
-    return result.outcome in ("exact", "within")
+    return summary_of_own(result, asked.command, asked.seed)
 
 
 @contextlib.contextmanager
@@ -254,11 +281,12 @@ def _make(directory: Path | None) -> Path:
     return directory.resolve()
 
 
-def _write(path: Path, value: Any) -> None:
+def _write(option: str, path: Path | None, content: Callable[[], bytes]) -> None:
     try:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+        if path is not None:
+            path.write_bytes(content())
     except OSError as error:
-        raise DrillError(f"--json: expected a file that can be written, found {error}; name another one") from error
+        raise DrillError(f"{option}: expected a file that can be written, found {error}; name another one") from error
 
 
 def _start(command: list[str], workplace: Workplace | None) -> Start:

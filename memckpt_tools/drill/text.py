@@ -313,13 +313,13 @@ def print_stock(result: stock.Result) -> None:
             said = f"while it wrote {blow.file}" if blow.file else none
             out.print(Text(f"Kill {number}: {said}."), soft_wrap=True)
         if blow.difference is not None and not blow.inherited:
-            out.print(Text(f"Kill {number}: {_divergence(blow.difference)}"), soft_wrap=True)
+            out.print(Text(f"Kill {number}: {divergence(blow.difference)}"), soft_wrap=True)
         if blow.why_none:
             out.print(Text(f"Kill {number}: {blow.why_none}"), soft_wrap=True)
     out.print(stock_verdict_text(result), soft_wrap=True)
 
 
-def _divergence(difference: Difference) -> str:
+def divergence(difference: Difference) -> str:
     """What differs first behind a resume, and what that says."""
     what = f"{difference.label}{f': {difference.text}' if difference.text else ''}"
     if difference.restored and difference.kind == "parameter":

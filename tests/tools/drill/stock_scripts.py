@@ -16,8 +16,11 @@ from torch import nn
 STEPS = 48
 
 
-def plain(forget: str, atomic: bool) -> None:
-    """A loop that saves every fifth step, over its last checkpoint; `atomic`: under another name first."""
+def plain(forget: str, atomic: bool, protected: bool) -> None:
+    """A loop that saves every fifth step, over its last checkpoint; `atomic`: under another name first.
+
+    `protected`: memckpt is in it, too.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Dropout(0.1), nn.Linear(512, 1))
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
@@ -32,6 +35,14 @@ def plain(forget: str, atomic: bool) -> None:
             parts[name].load_state_dict(saved[name])
         if forget != "generator":
             torch.set_rng_state(saved["generator"])
+    session = None
+    if protected:
+        import memckpt
+
+        session = memckpt.attach(model, optimizer, run_dir="run")
+        session.register("schedule", schedule)
+        report = session.restore()
+        begin = begin if report is None else report.step
     for step in range(begin + 1, STEPS + 1):
         batch = torch.randn(256, 64)
         loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
@@ -45,6 +56,10 @@ def plain(forget: str, atomic: bool) -> None:
             torch.save(saved, "saved.tmp" if atomic else "saved.pt")
             if atomic:
                 os.replace("saved.tmp", "saved.pt")
+        if session is not None:
+            session.commit()
+    if session is not None:
+        session.close()
 
 
 class Rows(torch.utils.data.Dataset[torch.Tensor]):
@@ -108,8 +123,9 @@ if __name__ == "__main__":
     parser.add_argument("script", choices=["plain", "lightning", "trainer"])
     parser.add_argument("--forget", default="")
     parser.add_argument("--atomic", action="store_true")
+    parser.add_argument("--protected", action="store_true")
     asked = parser.parse_args()
     if asked.script == "plain":
-        plain(asked.forget, asked.atomic)
+        plain(asked.forget, asked.atomic, asked.protected)
     else:
         {"lightning": lightning, "trainer": trainer}[asked.script]()

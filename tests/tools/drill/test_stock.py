@@ -8,12 +8,16 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from memckpt.errors import ConfigurationError
+from memckpt_tools.drill import command
+from memckpt_tools.drill.comparison import Verdict
 from memckpt_tools.drill.lines import Attempt, Begun, Point, RankHistory, Restored, RunHistory, Taken
-from memckpt_tools.drill.stock import aligned, parse_kinds
+from memckpt_tools.drill.stock import Blow, Result, aligned, parse_kinds
+from memckpt_tools.drill.summary import junit_xml, print_beside, summary_of_own
 
 SCRIPTS = Path(__file__).parent / "stock_scripts.py"
 LIMIT_SECONDS = 600
@@ -21,9 +25,9 @@ LIMIT_SECONDS = 600
 
 def drill(tmp_path: Path, script: list[str], *options: str, status: int) -> tuple[str, dict[str, Any]]:
     """Output of the drill of a script, and its findings."""
-    command = [sys.executable, "-m", "memckpt", "drill", "--stock", "--steps", "48", "--seed", "4", *options]
+    started = [sys.executable, "-m", "memckpt", "drill", "--stock", "--steps", "48", "--seed", "4", *options]
     ended = subprocess.run(
-        [*command, "--json", "found.json", "--dir", "drill", "--", sys.executable, str(SCRIPTS), *script],
+        [*started, "--json", "found.json", "--dir", "drill", "--", sys.executable, str(SCRIPTS), *script],
         cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False,
     )  # fmt: skip
     assert ended.returncode == status, ended.stdout + ended.stderr
@@ -66,6 +70,25 @@ def test_what_a_checkpoint_forgets_is_named(forgotten: str, said: str, tmp_path:
 
 
 @pytest.mark.slow
+def test_both_ways_of_resuming_one_script_stand_in_one_table(tmp_path: Path) -> None:
+    started = [sys.executable, "-m", "memckpt", "drill", "--both", "--steps", "24", "--seed", "4", "--kills", "2"]
+    options = ["--no-overhead", "--json", "found.json", "--junit", "junit.xml", "--html", "page.html"]
+    ended = subprocess.run(
+        [*started, *options, "--", sys.executable, str(SCRIPTS), "plain", "--forget", "optimizer", "--protected"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr  # memckpt's verdict
+    rows = [line.split() for line in ended.stdout.splitlines() if line.strip().startswith(("its own", "memckpt "))]
+    assert [row[:4] for row in rows] == [["its", "own", "checkpoints", "diverged"], ["memckpt", "exact", "2", "0.0,"]]
+    found = json.loads((tmp_path / "found.json").read_bytes())
+    assert (found["its own checkpoints"]["outcome"], found["memckpt"]["outcome"]) == ("diverged", "equal")
+    suites = {suite.get("name"): suite for suite in ElementTree.parse(tmp_path / "junit.xml").iter("testsuite")}
+    assert suites["memckpt"].get("failures") == "0"
+    assert suites["its own checkpoints"].get("failures") != "0"
+    assert "its own checkpoints" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.slow
 def test_lightning_goes_on_with_other_data_in_mid_epoch(tmp_path: Path) -> None:
     printed, found = drill(tmp_path, ["lightning"], "--kills", "2", "--kinds", "step", status=1)
     assert found["outcome"] == "diverged"
@@ -103,6 +126,38 @@ def test_a_process_begins_with_the_last_step_that_had_its_parameters(tmp_path: P
     found, begins = aligned(run)
     assert begins == [0, 3, 0]
     assert [[point.step for point in each.points] for each in found.ranks[0].attempts] == [[1, 2, 3, 4], [4, 5], [1]]
+
+
+def test_each_kill_is_a_test_case_with_what_has_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    """The whole training is the last one."""
+    kills = [Blow("step", 12, resumed=10, seconds=3.0), Blow("term", 20, why_none="it ended\nTraceback")]
+    verdict = Verdict("equal", 24, 24, [], [], [], (), {}, None)
+    summary = summary_of_own(Result(verdict, kills, 0.004), ["python", "train.py"], 7)
+    assert (summary.outcome, summary.passed, summary.lost, summary.seconds) == ("cannot start", False, [2], [3.0])
+    suites = ElementTree.fromstring(junit_xml([summary]))
+    found = [(case.get("name"), case.findtext("failure")) for case in suites.iter("testcase")]
+    assert found == [
+        ("kill 1: step behind step 12", None),
+        ("kill 2: term behind step 20", "it ended\nTraceback"),
+        ("training", "Cannot start: behind kill 2 no process trained on."),
+    ]
+    (suite,) = suites
+    assert (suite.get("tests"), suite.get("failures")) == ("3", "2")
+    print_beside([summary])
+    assert "its own checkpoints cannot start 2 2.0, up to 2 3.0 s 4.0 ms" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"both": True, "kinds": "step"}, "--both: expected neither --kinds nor --nodes"),
+        ({"both": True, "nodes": 2}, "--both: expected neither --kinds nor --nodes"),
+        ({"resume_command": "python b.py"}, "--resume-command: expected --stock beside it"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        command.drill(["python", "train.py"], **options)
 
 
 def test_kinds_that_are_none_are_refused() -> None:
