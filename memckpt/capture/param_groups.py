@@ -5,12 +5,14 @@ Frameworks change these by themselves, and a resume has to restore them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from memckpt.capture.attributes import same
 from memckpt.capture.live_state import LiveState
@@ -19,6 +21,7 @@ from memckpt.state import codec
 from memckpt.state.captured import filled
 from memckpt.state.optimizers import hyperparameters, odd_hyperparameters
 
+_log = logging.getLogger("memckpt")
 #: Part of the rank state: which tensors of groups are those that the script made. It depends on when it made them.
 LINKS = "links"
 
@@ -75,6 +78,63 @@ def describe_settings(live: LiveState) -> list[list[dict[str, Any]]]:
             values["params"] = in_group
         described.append(settings)
     return described
+
+
+_PLAIN = (int, float, bool, str)
+
+
+def _plain_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers and words among values, and tuples of them."""
+    return {
+        key: value
+        for key, value in values.items()
+        if all(type(each) in _PLAIN for each in (value if type(value) is tuple else (value,)))
+    }
+
+
+def _in_words(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else repr(value)
+
+
+class MadeSettings:
+    """Settings of optimizers and registered schedules as the script made them when the run began.
+
+    A start of the script with others goes on with the run's own, as its groups and states are restored. That is said.
+    """
+
+    def __init__(self, live: LiveState) -> None:
+        #: By owner, in words. Empty for what has trained before: its settings are no longer those that it began with.
+        self._made: dict[str, dict[str, Any]] = {}
+        for number, optimizer in enumerate(live.optimizers if not any(each.state for each in live.optimizers) else ()):
+            name = type(optimizer).__qualname__ + (f" {number}" if len(live.optimizers) > 1 else "")
+            for index, group in enumerate(optimizer.param_groups):
+                owner = f"{name}, group {index}" if len(optimizer.param_groups) > 1 else name
+                self._made[owner] = _plain_of({key: group[key] for key in group.keys() - {"initial_lr"}})
+
+    def note_schedule(self, name: str, schedule: LRScheduler) -> None:
+        """Note a schedule that is registered by this name, unless it has been stepped."""
+        if schedule.last_epoch == 0:
+            self._made[f"the {type(schedule).__qualname__} {name!r}"] = _plain_of(vars(schedule))
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        return self._made
+
+    def load_state_dict(self, began: dict[str, dict[str, Any]]) -> None:
+        """Keep those of the beginning, and warn of others."""
+        other = [
+            f"{key}={_in_words(ours[key])} of {owner} (the run: {_in_words(theirs[key])})"
+            for owner, theirs in began.items()
+            if (ours := self._made.get(owner)) is not None
+            for key in theirs.keys() & ours.keys()
+            if not same(ours[key], theirs[key])
+        ]
+        self._made = began
+        if other:
+            _log.warning(
+                "memckpt: the script makes other settings than this run began with, and the run's own go on: %s. To "
+                "train on with others set them behind the restore; resume='never' starts over",
+                ", ".join(sorted(other)),
+            )
 
 
 #: Place of a tensor in the groups: optimizer, group, key.

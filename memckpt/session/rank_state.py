@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from memckpt.capture.attributes import FoundObjects
 from memckpt.capture.copier import Copier
@@ -16,6 +17,7 @@ from memckpt.capture.data.unfollowed import UnfollowedLoaders
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.objects import AttributesOf, MetricStates, as_stateful
 from memckpt.capture.param_groups import (
+    MadeSettings,
     describe_groups,
     describe_hooked,
     describe_settings,
@@ -49,6 +51,8 @@ ACCEPTED = "an earlier resume was not exact, and training went on from it: "
 OBJECTS = OWN + "objects"
 #: What metrics of torchmetrics among the modules keep in attributes.
 METRICS = OWN + "metrics"
+#: Settings of optimizers and schedules that the run began with.
+MADE = OWN + "made"
 
 
 _TWICE = "what stands at the top of an epoch, and changes what is trained, has been done twice now"
@@ -97,7 +101,8 @@ class RankState:
             self.inexact,
         )
         metrics = MetricStates(lambda: live.tree.metrics, lambda: live.tree.modules_now(), self.inexact)
-        for name, each in ((OBJECTS, self._found), (METRICS, metrics)):
+        self._made = MadeSettings(live)
+        for name, each in ((OBJECTS, self._found), (METRICS, metrics), (MADE, self._made)):
             self.register(name, each, parts=_by_name)
 
     def inexact(self, reason: str) -> None:
@@ -176,6 +181,8 @@ class RankState:
                 "Use redo='snapshot', which carries them"
             )
         carrier = as_stateful(name, obj, attributes)
+        if isinstance(obj, LRScheduler) and not attributes:
+            self._made.note_schedule(name, obj)
         self.elsewhere.append(carrier.objects if attributes else lambda: (obj,))
         scales = isinstance(obj, torch.amp.GradScaler)
         self.provide(name, functools.partial(scaler_state, obj) if scales else carrier.state_dict, parts)

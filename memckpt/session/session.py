@@ -708,6 +708,8 @@ class Session:
                 "memckpt: training has ended without a single commit, and nothing of it was protected: call "
                 "session.commit() after each optimizer step"
             )
+        if finished:
+            self._resumption.say_if_nothing_was_left(self._last.step if self._last is not None else 0)
         self._loop.release()
         self._link.finish_sending()
         last = self._last if self._last is not None else self._resumption.point  # which no step has followed

@@ -21,7 +21,7 @@ from memckpt.capture.copier import HostCopier
 from memckpt.capture.modules import ModuleTree
 from memckpt.capture.strangers import Helpers
 from memckpt.errors import ConfigurationError
-from memckpt.session.rank_state import ACCEPTED, EARLIER, RankState
+from memckpt.session.rank_state import ACCEPTED, EARLIER, MADE, RankState
 from memckpt.session.resume.report import RestoreReport, ResumeCheck
 from tests.support import odd_tensors
 
@@ -73,6 +73,58 @@ def test_other_names_than_the_held_ones_are_named(rank_state: RankState) -> None
     said = rank_state.load_registered({"sched": {"at": 7}})
     assert counter.at == 0
     assert "['sched'], found ['lr_sched']: 'sched' is not restored and 'lr_sched' starts as it is" in said
+
+
+class Started:
+    """A start of a script: its rank state, with an optimizer and a schedule."""
+
+    def __init__(self, lr: float, steps: int, *, two_groups: bool = False, trained: bool = False) -> None:
+        weight = torch.nn.Parameter(torch.ones(1))
+        groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.5}] if two_groups else []
+        optimizer = torch.optim.AdamW([{"params": [weight]}, *groups], lr)
+        if trained:
+            weight.square().backward()
+            optimizer.step()
+        live: Any = SimpleNamespace(model=torch.nn.Identity(), extra_modules={}, optimizers=[optimizer])
+        schedule = lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        self.rank_state = RankState(live, HostCopier())
+        self.rank_state.register("schedule", schedule)
+
+    def held(self, before: Started | None = None) -> Started:
+        """Resume from another start of the script."""
+        if before is not None:
+            self.rank_state.load([MADE], {MADE: before.rank_state._captures[MADE]()})
+        return self
+
+
+@pytest.mark.parametrize(
+    ("now", "said"),
+    [
+        ({}, ""),
+        ({"lr": 0.01}, "lr=0.01 of AdamW (the run: 0.1). To"),
+        ({"steps": 200}, "T_max=200 of the CosineAnnealingLR 'schedule' (the run: 100)"),
+        ({"lr": 0.01, "trained": True}, ""),
+    ],
+)
+def test_settings_that_a_restarted_script_makes_otherwise_are_named(
+    now: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = Started(0.1, 100)
+    with caplog.at_level(logging.WARNING):
+        again = Started(**{"lr": 0.1, "steps": 100, **now}).held(first)
+    (found,) = [each.getMessage() for each in caplog.records] or [""]
+    assert said in found
+    assert bool(said) == bool(found)
+    caplog.clear()
+    Started(0.1, 100).held(again)
+    assert not caplog.records, "what the run began with stays"
+
+
+def test_settings_of_groups_are_told_apart(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        Started(0.2, 100, two_groups=True).held(Started(0.1, 100, two_groups=True))
+    (found,) = [each.getMessage() for each in caplog.records]
+    assert "lr=0.2 of AdamW, group 0 (the run: 0.1). To" in found
 
 
 @pytest.mark.promise("an optimizer that `attach()` was not given")

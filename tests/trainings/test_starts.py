@@ -8,6 +8,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,36 @@ def test_each_start_says_where_it_begins_and_why(lab: Lab) -> None:
     assert said(lab, resume="never", first=20) == ["memckpt: starting over: resume='never'"]
     assert said(lab) == ["memckpt: resuming from local memory at step 22"]
     assert said(lab) == ["memckpt: resuming from local memory at step 25"]
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_run_that_had_ended_says_so_and_that_it_keeps_its_settings(lab: Lab, killed: bool) -> None:
+    """The first start ends with its last step, or is killed behind it: then the next one repeats that."""
+
+    def train_to_the_end(lr: float, killed: bool) -> str:
+        def body() -> None:
+            logging.root.handlers.clear()
+            net = torch.nn.Linear(3, 1)
+            optimizer = torch.optim.SGD(net.parameters(), lr)
+            config = replace(CONFIG, storage=memckpt.StorageConfig())
+            session = memckpt.attach(net, optimizer, run_dir=lab.run_dir, config=config)
+            report = session.restore()
+            for _ in range(0 if report is None else report.step, 3):
+                net(torch.ones(2, 3)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                session.commit()
+            if killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            session.close()
+
+        child = lab.fork(body, "train")
+        assert child.wait() == (-signal.SIGKILL if killed else 0), child.log.read_text()
+        return child.log.read_text()
+
+    first, second = train_to_the_end(0.1, killed), train_to_the_end(0.2, False)
+    for line in ("nothing was left to train behind step 3;", "run's own go on: lr=0.2 of SGD (the run: 0.1)."):
+        assert (line in first, line in second) == (False, True), first + second
 
 
 @pytest.mark.parametrize("adopts", [False, True])
