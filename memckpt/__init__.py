@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from memckpt.cli.export import load as load
     from memckpt.config import AgentConfig as AgentConfig
     from memckpt.config import ErasureConfig as ErasureConfig
     from memckpt.config import MemckptConfig as MemckptConfig
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from memckpt.storage.export import ExportedState as ExportedState
 
 _NAMES = {
+    "cli.export": ("load",),
     "config": ("AgentConfig", "ErasureConfig", "MemckptConfig", "StorageConfig"),
     "config.arguments": ("ProtectionArguments", "add_arguments", "from_args"),
     "errors": ("MemckptError",),

@@ -1,4 +1,4 @@
-"""``memckpt export``: a step of a run in a format that other tools read."""
+"""``memckpt export``: a step of a run in a format that other tools read; ``memckpt.load``: the same as values."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import contextlib
 import secrets
 import shutil
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -30,6 +32,9 @@ from memckpt.storage.chain import StoredPoint, stored_points
 from memckpt.storage.local_store import LocalStore, sync_directory
 from memckpt.storage.store import Store, verify_files
 from memckpt.user_messages import nbytes_text
+
+if TYPE_CHECKING:
+    from memckpt.storage.export import ExportedState
 
 To = Annotated[
     Path, typer.Option(help="Target file; for dcp, accelerate, transformers a directory. It must not exist.")
@@ -73,14 +78,57 @@ def export(
     if source == "memory":
         if step is not None:
             raise UsageError("--step: memory has its newest step only; leave it out, or use --from storage")
-        found = _export_held(AgentAddress.of(run, node), to, form)
+        found = _use_held(AgentAddress.of(run, node), to, partial(_write, to, form))
     else:
-        found = _export_stored(store_of(run, url), run, step, to, form, adopt)
+        found = _use_stored(store_of(run, url), run, step, to, partial(_write, to, form), adopt)
     nbytes = sum(path.stat().st_size for path in [to, *to.rglob("*")] if path.is_file())
     if as_json:
         print_json({"step": found.step, "to": str(to), "format": form, "bytes": nbytes})
     else:
         out.print(f"step {found.step} is in {to} ({form}, {nbytes_text(nbytes)})", markup=False, soft_wrap=True)
+
+
+def load(
+    run: str | Path,
+    step: int | None = None,
+    *,
+    source: Literal["storage", "memory"] = "storage",
+    url: str | None = None,
+    node: str | None = None,
+) -> ExportedState:
+    """The state of a step as values on the CPU, for a script or a notebook: what each ``load_state_dict`` takes.
+
+    Nothing about the run changes, which may be training.
+
+    Args:
+        run: the run directory.
+        step: one that the storage has; None: the newest.
+        source: ``"memory"``: the newest step that the agent holds, which needs room for it in the run directory.
+        url: location of the checkpoints, a directory or URL; None: MEMCKPT_STORAGE_URL, or the run's last one.
+        node: node of the agent; None: MEMCKPT_NODE, or this host's name.
+
+    Raises:
+        NothingHeldError: there is no such step.
+        AgentNotFoundError: no agent answers, for ``source="memory"``.
+        DamagedStateError: files of the step are damaged.
+        ForeignStateError: the storage belongs to another run.
+        UnsupportedError: the model was sharded by FSDP1.
+    """
+    from memckpt.storage.export import read_state
+
+    run, states = Path(run), list["ExportedState"]()
+    take: _Use = lambda store, found: states.append(read_state(store, found))  # noqa: E731
+    if source == "memory":
+        if step is not None:
+            raise UsageError(f"step={step}: memory has its newest step only; leave it out, or use source='storage'")
+        _use_held(AgentAddress.of(run, node), run / "load", take)
+    else:
+        _use_stored(store_of(run, url), run, step, run / "load", take, adopt=False, copies=0)
+    return states[0]
+
+
+#: What is done with a verified checkpoint.
+_Use = Callable[[Store, Checkpoint], None]
 
 
 def _beside(to: Path, stack: contextlib.ExitStack) -> LocalStore:
@@ -90,8 +138,8 @@ def _beside(to: Path, stack: contextlib.ExitStack) -> LocalStore:
     return LocalStore(Path(room).resolve())
 
 
-def _export_held(address: AgentAddress, to: Path, form: str) -> Checkpoint:
-    """Export the newest step that the agent holds. The agent writes a checkpoint of it; training goes on."""
+def _use_held(address: AgentAddress, to: Path, use: _Use) -> Checkpoint:
+    """Use the newest step that the agent holds. It writes a checkpoint of it beside `to`; training goes on."""
     held = ask_status(address)
     if held is None:
         raise AgentNotFoundError(f"{no_agent(address)}: nothing is held in memory")
@@ -101,12 +149,17 @@ def _export_held(address: AgentAddress, to: Path, form: str) -> Checkpoint:
         with err.status("the agent saves its newest step"):
             save_to(address, str(beside.root), _SAVE_SECONDS)
         found = read_catalog(beside).checkpoints[0]
-        _write(beside, found, to, form)
+        use(beside, found)
     return found
 
 
-def _export_stored(store: Store, run: Path, step: int | None, to: Path, form: str, adopt: bool) -> Checkpoint:
-    """Export a step from storage. If retention deletes the newest one meanwhile, the next newest is taken."""
+def _use_stored(
+    store: Store, run: Path, step: int | None, to: Path, use: _Use, adopt: bool, copies: int = 1
+) -> Checkpoint:
+    """Use a step from storage, of which `copies` are written at `to`.
+
+    If retention deletes the newest one meanwhile, the next newest is taken.
+    """
     while True:
         catalog = catalog_of(store, run)
         check_owner(store, catalog, run, adopt)
@@ -115,8 +168,8 @@ def _export_stored(store: Store, run: Path, step: int | None, to: Path, form: st
             raise StorageError(f"the newest step is not known: {next(iter(catalog.unreadable.values()))}; give --step")
         try:
             with contextlib.ExitStack() as stack:
-                where, found = _verified(store, point, to, stack)
-                _write(where, found, to, form)
+                where, found = _verified(store, point, to, stack, copies)
+                use(where, found)
             return found
         except (StorageError, DamagedStateError):
             if step is not None or point.checkpoint.key in {one.key for one in catalog_of(store, run).checkpoints}:
@@ -124,10 +177,12 @@ def _export_stored(store: Store, run: Path, step: int | None, to: Path, form: st
             err.print(f"step {point.step} was deleted meanwhile: the newest one is taken", soft_wrap=True)
 
 
-def _verified(store: Store, point: StoredPoint, to: Path, stack: contextlib.ExitStack) -> tuple[Store, Checkpoint]:
+def _verified(
+    store: Store, point: StoredPoint, to: Path, stack: contextlib.ExitStack, copies: int
+) -> tuple[Store, Checkpoint]:
     """A verified checkpoint and its store; a step that has to be redone is first written to a temporary store."""
     nbytes = sum(file.nbytes for file in point.files)
-    _check_room(to, point.checkpoint.nbytes * (2 if point.batches else 1))
+    _check_room(to, point.checkpoint.nbytes * (copies + bool(point.batches)))
     with reading_progress(nbytes) as begin:
         problems = verify_files(store, point.files, begin(f"step {point.step}"))
     if problems:
@@ -159,7 +214,7 @@ def _check_room(to: Path, nbytes: int) -> None:
         raise StorageFullError(f"expected {nbytes_text(nbytes)} of room in {directory}, found {nbytes_text(free)}")
 
 
-def _write(store: Store, found: Checkpoint, to: Path, form: str) -> None:
+def _write(to: Path, form: str, store: Store, found: Checkpoint) -> None:
     """Write under a temporary name and rename, so that `to` is always complete."""
     from memckpt.storage.export import export as export_checkpoint
 

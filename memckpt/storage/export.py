@@ -83,8 +83,9 @@ def model_state(spec: StateSpec, tensors: dict[str, torch.Tensor]) -> dict[str, 
 
 
 def read_state(store: Store, checkpoint: Checkpoint) -> ExportedState:
-    """Read a checkpoint as values."""
+    """Read a checkpoint as values. Raises UnsupportedError: the model was sharded by FSDP1."""
     state = decode_node_state(store.read(checkpoint.part_serving(0).state_path))
+    _refuse_flattened(state.spec)
     ranks = {
         rank: codec.decode(encoded)
         for part in checkpoint.parts.values()
@@ -155,14 +156,18 @@ def export(store: Store, checkpoint: Checkpoint, target: Path, form: str) -> Non
         raise ConfigurationError(f"format: expected one of {', '.join(sorted(writers))}, found {form!r}")
     if target.exists():
         raise UsageError(f"{target} exists: choose another name, or remove it first")
-    if decode_node_state(store.read(checkpoint.part_serving(0).state_path)).spec.flattened:
+    _refuse_flattened(decode_node_state(store.read(checkpoint.part_serving(0).state_path)).spec)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    writers[form](store, checkpoint, target)
+    _settle(target)
+
+
+def _refuse_flattened(spec: StateSpec) -> None:
+    if spec.flattened:
         raise UnsupportedError(
             "FullyShardedDataParallel (FSDP1) shards flattened parameters, which only its ranks can put together: "
             "resume with as many ranks and save model.state_dict() there; models sharded by fully_shard can be exported"
         )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    writers[form](store, checkpoint, target)
-    _settle(target)
 
 
 def _settle(target: Path) -> None:

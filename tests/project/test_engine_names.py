@@ -32,6 +32,7 @@ def test_the_public_names() -> None:
         "add_arguments",
         "attach",
         "from_args",
+        "load",
         "unencodable_paths",
     ]
     for name in memckpt.__all__:

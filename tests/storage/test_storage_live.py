@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import memckpt
 from memckpt.agent.saving import saver
 from memckpt.config import StorageConfig
 from memckpt.processes.address import AgentAddress
@@ -116,6 +117,10 @@ def test_what_a_dead_trainer_left_is_exported_from_memory(lab: Lab, tmp_path: Pa
     invoke("export", lab.run_dir, "--from", "memory", "--to", tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     assert state["step"] == 8
+    loaded = memckpt.load(lab.run_dir, source="memory")
+    assert loaded.step == 8
+    assert all(torch.equal(tensor, loaded.model[name]) for name, tensor in state["model"].items())
+    assert not [path for path in lab.run_dir.iterdir() if "load" in path.name]
     assert sorted(path.name for path in tmp_path.iterdir() if "state.pt" in path.name) == ["state.pt"]
     final = lab.train(PLAIN, config("lazy"), seed=2)
     assert final.restored_step == 8

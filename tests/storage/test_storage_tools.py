@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import memckpt
 from memckpt.state.tensors import local, shard_of
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.local_store import LocalStore
@@ -135,6 +136,22 @@ def test_an_export_has_whole_tensors(exported: tuple[Stored, int], tmp_path: Pat
     for name, param in zip(PARAMS, optimizer.param_groups[0]["params"], strict=True):
         for key, value in optimizer.state[param].items():
             assert torch.equal(value, whole[f"{name}.{key}"]), (name, key)
+
+
+def test_a_script_gets_a_step_as_values(exported: tuple[Stored, int], tmp_path: Path) -> None:
+    job, step = exported
+    before = sorted((tmp_path / "run").rglob("*"))
+    found = memckpt.load(tmp_path / "run", step)
+    assert found.step == step
+    assert memckpt.load(str(tmp_path / "run")).step == 4, "the newest, of which the log has the last records"
+    for name, tensor in (job.wholes[step] | job.plains[step, 0]).items():
+        if name in found.model:
+            assert torch.equal(found.model[name], tensor), name
+    assert {*WHOLE, "scale", "count"} == set(found.model)
+    assert found.optimizers[0]["param_groups"][0]["lr"] == 0.1
+    assert sorted((tmp_path / "run").rglob("*")) == before, "nothing is left there"
+    with pytest.raises(memckpt.MemckptError, match="the storage has, 2, 4, found step 7"):
+        memckpt.load(tmp_path / "run", 7)
 
 
 def test_a_safetensors_export_has_the_model(exported: tuple[Stored, int], tmp_path: Path) -> None:
