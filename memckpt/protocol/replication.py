@@ -326,7 +326,12 @@ class Deserted(msgspec.Struct, frozen=True, tag="deserted"):
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """To the replicator: training is over here. What peers still wait for goes out, nothing else. Answer: Drained."""
+    """To the replicator: leave the attempt once peers have what is on its way, and send nothing else. Answer: Drained.
+
+    `finished`: training is over here, and nobody is to wait for this node. Else another replicator takes its place.
+    """
+
+    finished: bool = True
 
 
 class Drained(msgspec.Struct, frozen=True, tag="drained"):

@@ -10,6 +10,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.faults.conftest import Count
 from tests.faults.jobs import Job, import_everything
+from tests.faults.kinds import Kind
 from tests.faults.machine import FaultMachine
 
 PEERS = [Job(3, "fsdp"), Job(3, "ddp", redo="eager")]
@@ -43,6 +44,24 @@ def test_one_node(count_faults: Count) -> None:
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
 def test_one_node_for_long(count_faults: Count, redo: str) -> None:
     assert run(Job(1, "plain", redo, every_steps=5), 30, 40, count_faults) >= 100
+
+
+@pytest.mark.slow
+def test_an_agent_that_cannot_save_as_it_leaves_gives_its_place_to_another_one() -> None:
+    """It tries for as long as it may; meanwhile its node is protected again, before it is lost."""
+    import_everything()
+    own = {"job": PEERS[1], "injected": Counter(), "survived": Counter()}
+    machine: type[FaultMachine] = type("FaultMachine", (FaultMachine,), own)
+    state = machine()
+    try:
+        state.begin(seed=30317)
+        state.strike(kinds=[Kind.KILL_TRAINER], node=0, steps=1, settle=False, agents_first=True)
+        leaving = [Kind.TERMINATE_AGENT, Kind.DISK_FULL, Kind.STOP_TRAINER]
+        state.strike(kinds=leaving, node=0, steps=2, settle=False, agents_first=False)
+        state.strike(kinds=[Kind.KILL_TRAINER], node=0, steps=0, settle=True, agents_first=False)
+    finally:
+        state.teardown()
+    assert machine.injected == machine.survived
 
 
 @pytest.mark.slow

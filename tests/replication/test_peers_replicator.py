@@ -52,6 +52,19 @@ def node() -> Iterator[Node]:
         yield node
 
 
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_replicator_that_leaves_gives_up_its_place_and_its_port(node: Node, finished: bool) -> None:
+    """Only where training is over is nobody to wait for this node: else another replicator takes its place."""
+    node.send_own()
+    before = len(node.line.sent["a"])
+    node.replicator._handle(replication.Drain(finished), [])
+    node.replicator._work()
+    said = [one for one in node.line.sent["a"][before:] if isinstance(one, Acknowledged)]
+    assert [one.lost for one in said] == [True] * finished
+    assert node.replicator._transport is None
+    assert node.wire.told[-1] == replication.Drained()
+
+
 def test_what_a_peer_may_say_is_done(node: Node) -> None:
     assert node.says("a", Open(node.window("a"))) == []
     assert node.keep("a", 3) == [Stored((0,), "ga", 3)]

@@ -116,11 +116,16 @@ class OwnReplicator:
         except AgentGoneError as error:
             _log.warning("could not confirm that peers received the final records: %s", error)
 
+    def leave(self) -> None:
+        """Have it leave its peers, once they have what is on its way, to one that listens in its place."""
+        self._forget_attempt()
+        self.send(replication.Drain(finished=False))
+
     def _received(self, message: ReplicatorToAgent) -> None:
         match message:
             case replication.KeepRoom() | replication.LetGoOfRoom():
                 self._note_room(message, self.process.take_descriptors() if self.process is not None else [])
-            case Listening() | replication.Fragments() | replication.Halted():
+            case Listening() | replication.Fragments() | replication.Halted() | replication.Drained():
                 pass  # an answer that is not waited for any more
             case _:
                 self._owner.replicator_said(message)

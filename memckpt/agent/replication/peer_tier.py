@@ -74,6 +74,13 @@ class Peers:
         if self._job is not None:
             self.replicator.drain()
 
+    def leave(self) -> None:
+        """Leave the place of this node to another agent, which trainers start while this one saves what it holds."""
+        self._give_up_recovery("the agent leaves")
+        self._job = None
+        self._records.clear()
+        self.replicator.leave()
+
     def close(self) -> None:
         self._give_up_recovery("the agent leaves")
         self._job = self.watermark = None

@@ -183,7 +183,7 @@ class Replicator:
                 self._memory.own_bytes = message.nbytes
             case protocol.Drain():
                 self._draining_until = self._loop.clock() + _DRAIN_SECONDS
-                if self._member is not None:
+                if self._member is not None and message.finished:
                     self._member.leave_attempt(self._loop.clock())
             case Describe():
                 assert self._member is not None
