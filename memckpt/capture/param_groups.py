@@ -109,7 +109,7 @@ class MadeSettings:
             name = type(optimizer).__qualname__ + (f" {number}" if len(live.optimizers) > 1 else "")
             for index, group in enumerate(optimizer.param_groups):
                 owner = f"{name}, group {index}" if len(optimizer.param_groups) > 1 else name
-                self._made[owner] = _plain_of({key: group[key] for key in group.keys() - {"initial_lr"}})
+                self._made[owner] = _plain_of({key: group[key] for key in group if key != "initial_lr"})
 
     def note_schedule(self, name: str, schedule: LRScheduler) -> None:
         """Note a schedule that is registered by this name, unless it has been stepped."""

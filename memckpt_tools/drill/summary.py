@@ -57,7 +57,7 @@ def summary_of_own(result: stock.Result, command: Sequence[str], seed: int) -> S
     cases.append(Case("training", 0.0, "" if passed else stock_verdict_text(result).plain))
     began = [blow for blow in result.blows if blow.resumed is not None]
     return Summary(
-        "its own checkpoints",
+        "its own",
         result.outcome,
         cases,
         [blow.lost for blow in began],
@@ -94,16 +94,15 @@ def summary_of_protected(result: supervisor.Result, command: Sequence[str], seed
 def print_beside(summaries: Sequence[Summary]) -> None:
     """Print a row for each way of resuming the same script."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("resumed from", "training goes on"):
+    for heading in ("checkpoints", "training\ngoes on"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("kills", "steps lost,\neach kill", "until\nnew step", "a step\ntakes"):
+    for heading in ("kills", "steps lost\na kill", "at\nmost", "until\nnew step", "a step\ntakes"):
         table.add_column(heading, justify="right", no_wrap=True)
     for each in summaries:
         seconds = seconds_text(statistics.mean(each.seconds)) if each.seconds else "-"
-        lost = f"{statistics.mean(each.lost):.1f}, up to {max(each.lost)}" if each.lost else "-"
-        table.add_row(
-            each.way, each.outcome, str(len(each.cases) - 1), lost, seconds, f"{1e3 * each.step_seconds:.1f} ms"
-        )
+        lost = (f"{statistics.mean(each.lost):.1f}", str(max(each.lost))) if each.lost else ("-", "-")
+        kills, step = str(len(each.cases) - 1), f"{1e3 * each.step_seconds:.1f} ms"
+        table.add_row(each.way, each.outcome, kills, *lost, seconds, step)
     out.print(table)
 
 

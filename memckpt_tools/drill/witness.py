@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 #: Directory of the lines.
-WITNESS = "MEMCKPT_DRILL_WITNESS"
+WITNESS = "DRILL_WITNESS_OF_MEMCKPT"  # memckpt warns of variables that begin with its name, and are no settings
 _OPTIMIZERS = "torch.optim.optimizer"
 _SITE = """\
 import os, sys

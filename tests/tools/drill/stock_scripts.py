@@ -16,7 +16,7 @@ from torch import nn
 STEPS = 48
 
 
-def plain(forget: str, atomic: bool, protected: bool) -> None:
+def plain(forget: str, atomic: bool, protected: bool, steps: int) -> None:
     """A loop that saves every fifth step, over its last checkpoint; `atomic`: under another name first.
 
     `protected`: memckpt is in it, too.
@@ -24,7 +24,7 @@ def plain(forget: str, atomic: bool, protected: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Dropout(0.1), nn.Linear(512, 1))
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     parts: dict[str, Any] = {"optimizer": optimizer, "schedule": schedule}
     begin = 0
     if os.path.exists("saved.pt"):
@@ -43,7 +43,7 @@ def plain(forget: str, atomic: bool, protected: bool) -> None:
         session.register("schedule", schedule)
         report = session.restore()
         begin = begin if report is None else report.step
-    for step in range(begin + 1, STEPS + 1):
+    for step in range(begin + 1, steps + 1):
         batch = torch.randn(256, 64)
         loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
         loss.backward()
@@ -124,8 +124,9 @@ if __name__ == "__main__":
     parser.add_argument("--forget", default="")
     parser.add_argument("--atomic", action="store_true")
     parser.add_argument("--protected", action="store_true")
+    parser.add_argument("--steps", type=int, default=STEPS)
     asked = parser.parse_args()
     if asked.script == "plain":
-        plain(asked.forget, asked.atomic, asked.protected)
+        plain(asked.forget, asked.atomic, asked.protected, asked.steps)
     else:
         {"lightning": lightning, "trainer": trainer}[asked.script]()
