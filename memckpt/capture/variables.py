@@ -11,6 +11,7 @@ import dis
 import functools
 import inspect
 import logging
+import re
 import sys
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -53,6 +54,10 @@ _ASKS_FOR_VARIABLES = frozenset({"locals", "vars", "dir", "exec", "eval"})
 _PLAIN = {type(None), bool, int, float, complex, str, bytes}
 #: First elements that tell whether a tensor may equal another one.
 _FEW = 8
+#: Tensors of a variable that are sampled for a resume, and elements of each.
+_SAMPLED, _SAMPLED_ELEMENTS = 64, 16
+#: Name and function of a variable, in the words for it and for what it holds.
+_WORDS = re.compile(r"the variable (\w+).*?( of [^ ]+\(\))?", re.DOTALL)
 #: Frameworks with loops of their own: state beside the model stands in modules and callbacks there.
 _LOOPS = frozenset({"lightning", "pytorch_lightning", "transformers"})
 
@@ -74,12 +79,14 @@ class _Found:
     """Findings of a look: modules by name, and tensors in containers by the name of the outermost one.
 
     `met`: what is carried or has been looked into, by `id`; `left`: number of members and objects that still may be.
+    `bound`: variables, by name and function.
     """
 
     met: set[int]
     left: int = _MOST_MEMBERS
     modules: dict[str, nn.Module] = field(default_factory=dict)
     tensors: defaultdict[str, dict[str, tuple[object, torch.Tensor]]] = field(default_factory=lambda: defaultdict(dict))
+    bound: set[tuple[str, str]] = field(default_factory=set)
 
 
 class LoopVariables:
@@ -110,6 +117,8 @@ class LoopVariables:
         self._captures = 0
         self._modules: dict[str, tuple[weakref.ref[nn.Module], Any]] = {}
         self._tensors: dict[str, _Seen] = {}
+        #: Bytes of some elements of what the last look has found and nobody carries, by name. Each record has them.
+        self.samples: dict[str, torch.Tensor] = {}
         #: Names of which all has been said.
         self._said: set[str] = set()
         self._all.add(self)
@@ -119,16 +128,50 @@ class LoopVariables:
         number, self._captures = self._captures, self._captures + 1
         if not (_begins_pair(number) or _begins_pair(number - 1)):
             return
+        self.samples = {}
+        found, carried = self._find_all(provided)
+        self._compare_modules(found.modules, carried)
+        self._compare_tensors(found.tensors, carried, _begins_pair(number))
+
+    def not_restored(self, samples: Mapping[str, torch.Tensor], provided: Mapping[str, Any]) -> list[str]:
+        """Why a resume is not exact: variables are not what they were by the :attr:`samples` of the resumed record.
+
+        Looked at where training is about to go on. What is not bound by then may be made behind it.
+        """
+        if not samples:
+            return []
+        self.samples = {}
+        found, carried = self._find_all(provided)
+        self._compare_modules(found.modules, carried)
+        self._compare_tensors(found.tensors, carried, False)
+        reasons = []
+        for name, held in samples.items():
+            now, words = self.samples.get(name), _WORDS.fullmatch(name)
+            if words is None or (now is not None and (not held.numel() or torch.equal(now.cpu(), held.cpu()))):
+                continue
+            lost = now is None and name not in found.modules and name not in found.tensors
+            if now is None and not (lost and found.left > 0 and (words[1], words[2] or "") in found.bound):
+                continue
+            self._said.add(name)
+            reasons.append(
+                f"{name} is not carried, and is not what it was behind that step; make it an attribute of the model, "
+                "give it to attach() in extra_modules, or register() an object that has it, with its `attributes`"
+            )
+        self._modules, self._tensors = {}, {}
+        return reasons
+
+    def _find_all(self, provided: Mapping[str, Any]) -> tuple[_Found, _Carried]:
+        """What the variables hold that lead here, and what is carried."""
         carried = _Carried(chain.from_iterable(each.owners() for each in list(self._all)), provided)
         found = _Found(set(carried.objects))
         for frame in _frames():
             where = "" if frame.f_code.co_name == "<module>" else f" of {frame.f_code.co_name}()"
             for name, value in _variables_of(frame).items():
                 if not name.startswith("__"):
+                    found.bound.add((name, where))
                     with _skipping(name):
                         _find(found, name, f"the variable {{}}{where}", value, _DEPTH)
-        self._compare_modules(found.modules, carried)
-        self._compare_tensors(found.tensors, carried, _begins_pair(number))
+        return found, carried
 
     def _compare_modules(self, found: Mapping[str, nn.Module], carried: _Carried) -> None:
         before, self._modules = self._modules, {}
@@ -146,7 +189,9 @@ class LoopVariables:
         self._modules[name] = weakref.ref(module), module_trace(module)
         held, trace = before
         changes = held is not None and held() is module and self._modules[name][1] != trace
-        if changes and not all(map(carried.equals, tensors)):
+        copies = all(map(carried.equals, tensors))
+        self._take_sample(name, [] if copies else tensors)
+        if changes and not copies:
             what = f"{name}, a {type(module).__qualname__}, changes and is not carried"
             self._say(name, f"{what}; make it an attribute of the model, or give it to attach() in extra_modules")
 
@@ -176,6 +221,8 @@ class LoopVariables:
         held = {path: each for path, each in held.items() if not carried.has(each[1])}
         if not _covers(held, trained):
             return
+        copies = all(carried.equals(one) for _, one in held.values())
+        self._take_sample(name, [] if copies else [one for _, one in held.values()])
         keeps = is_first and _has_room([one for _, one in held.values()])
         for path, (container, one) in held.items():
             # A view that a write to its base has left behind raises an error where it is asked whether it is a leaf.
@@ -191,6 +238,14 @@ class LoopVariables:
                 what = f"{name}: its tensors change and are not carried"
                 self._say(name, f"{what}; register() an object that has them, with its `attributes`")
                 return
+
+    def _take_sample(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Take a sample of uncarried tensors; none of copies of what is carried, of which it counts that they exist."""
+        self.samples[name] = torch.empty(0, dtype=torch.uint8)
+        held = [local(one).detach() for one in tensors[:_SAMPLED]]
+        if len({one.device for one in held}) == 1:
+            strided = (one.reshape(-1)[:: max(1, one.numel() // _SAMPLED_ELEMENTS)] for one in held)
+            self.samples[name] = torch.cat([one[:_SAMPLED_ELEMENTS].contiguous().view(torch.uint8) for one in strided])
 
     def _say(self, name: str, what: str) -> None:
         self._said.add(name)

@@ -217,6 +217,7 @@ class RankState:
             "views": self._live.views(),
             "written": sorted(self._live.growth.written),
             "hooked": describe_hooked(self._live),
+            "variables": self._variables.samples,
             "structure": self._live.tree.describe_structure(),
             "ambient": settings.encode(),
         }
@@ -334,6 +335,11 @@ class RankState:
     def has(self, name: str) -> bool:
         """Whether a name is provided."""
         return name in self._captures
+
+    def variables_not_restored(self, state: Mapping[str, Any]) -> list[str]:
+        """Why a resume is not exact: variables of the functions that lead here are not what they were."""
+        provided = {name: capture() for name, capture in self._captures.items()} if state.get("variables") else {}
+        return self._variables.not_restored(state.get("variables", {}), provided)
 
     def load(self, names: Iterable[str], provided: Mapping[str, Any]) -> None:
         """Load the state of these registered objects, of those that are registered and held."""

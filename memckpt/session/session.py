@@ -387,8 +387,10 @@ class Session:
         """Restore the RNG states of torch, numpy and python; the last call before training goes on."""
         self._loop.continue_at(self._resumption.held)
         report = self._proof.report
-        if report is not None and not self._has_continued:
-            self._accept(report.because(*self._loop.found))
+        chosen = self._resumption.chosen
+        if report is not None and not self._has_continued and chosen is not None:
+            lost = self._rank_state.variables_not_restored(chosen.state)
+            self._accept(report.because(*self._loop.found, *lost))
         if self._resumption.chosen is not None and not self._has_continued:
             self._rank_state.note_settings()
         elif self._resumption.chosen is not None:

@@ -183,6 +183,107 @@ def test_what_is_no_average_is_not_named(loop: Any) -> None:
     assert not said_of(loop)
 
 
+# Resumes: what a new process has in its variables, and what the record's had
+
+
+def averaged(model: nn.Module, restore: Callable[[], None], commit: Callable[[], None]) -> None:
+    average = copy.deepcopy(model)
+    restore()
+    for _ in steps(model):
+        for ours, param in zip(average.parameters(), model.parameters(), strict=True):
+            ours.data.lerp_(param.data, 0.1)
+        commit()
+
+
+def averaged_in_a_dict(model: nn.Module, restore: Callable[[], None], commit: Callable[[], None]) -> None:
+    average = weights(model)
+    restore()
+    for _ in steps(model):
+        for name, param in model.named_parameters():
+            average[name].lerp_(param.detach(), 0.1)
+        commit()
+
+
+def begun_in_the_second_step(model: nn.Module, restore: Callable[[], None], commit: Callable[[], None]) -> None:
+    average = None
+    restore()
+    for step in steps(model):
+        if step == 1:
+            average = copy.deepcopy(model)
+        commit()
+    del average
+
+
+def frozen_teacher(model: nn.Module, restore: Callable[[], None], commit: Callable[[], None]) -> None:
+    teacher = copy.deepcopy(model)
+    restore()
+    for _ in steps(model):
+        teacher(torch.ones(3))
+        commit()
+
+
+def made_in_each_step(model: nn.Module, restore: Callable[[], None], commit: Callable[[], None]) -> None:
+    restore()
+    for _ in steps(model):
+        old = copy.deepcopy(model)
+        with torch.no_grad():
+            old.get_parameter("bias").add_(1)
+        commit()
+
+
+class Killed(Exception):
+    """The process ends in a commit."""
+
+
+def resumed(loop: Any, commits: int, **provided: Any) -> list[str]:
+    """What is said where the loop is killed behind so many commits, and resumed."""
+    left, reasons, held = [commits], list[str](), dict[str, torch.Tensor]()
+
+    def commit(variables: LoopVariables) -> None:
+        variables.look(provided)
+        left[0] -= 1
+        if not left[0]:
+            held.update(variables.samples)
+            raise Killed
+
+    for restores in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        variables = LoopVariables(lambda model=model: [model], lambda model=model: [model], lambda reason: None)
+
+        def restore(model: nn.Module = model, variables: LoopVariables = variables, restores: bool = restores) -> None:
+            if restores:
+                for param in model.parameters():
+                    param.data.mul_(0.9**commits)
+                reasons.extend(variables.not_restored(held, provided))
+                raise Killed
+
+        with pytest.raises(Killed):
+            loop(model, restore, lambda variables=variables: commit(variables))
+    return reasons
+
+
+@pytest.mark.promise("an average or another module in a variable of the loop, or in an object there")
+@pytest.mark.parametrize("commits", [1, 2])  # from the third on the record itself names it
+@pytest.mark.parametrize("loop", [averaged, averaged_in_a_dict])
+def test_a_resume_says_which_variables_are_not_what_they_were(loop: Any, commits: int) -> None:
+    """Also one at the first commit, of a process that died before it knew that the variable changes."""
+    (reason,) = resumed(loop, commits)
+    assert reason.startswith(f"the variable average of {loop.__name__}() is not carried, and is not what it was")
+
+
+def test_a_resume_says_which_variable_was_made_before_it() -> None:
+    assert not resumed(begun_in_the_second_step, 1)
+    (reason,) = resumed(begun_in_the_second_step, 2)
+    assert "the variable average of begun_in_the_second_step() is not carried" in reason
+
+
+@pytest.mark.parametrize("loop", [frozen_teacher, made_in_each_step])
+@pytest.mark.parametrize("commits", [1, 3])
+def test_a_resume_says_nothing_of_what_is_as_it_was_or_made_anew(loop: Any, commits: int) -> None:
+    assert not resumed(loop, commits)
+
+
 def test_what_is_provided_is_carried() -> None:
     model, said = nn.Linear(3, 2), list[str]()
     variables = LoopVariables(lambda: [model], lambda: [model], said.append)

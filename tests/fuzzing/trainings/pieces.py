@@ -47,7 +47,7 @@ def _average(first: str, update: str, ends: str, said: str = "") -> Piece:
 
 
 _CLONES = "{n: p.data.clone() for n, p in model.named_parameters()}"
-_NOT_CARRIED = "its tensors change and are not carried"
+_NOT_CARRIED = "not carried"
 
 
 def _target(follow: str) -> Piece:
@@ -291,7 +291,7 @@ PIECES: dict[str, Piece] = {
         ends="average=average.state_dict()",
         wants=LINEAR,
         clash=_f("copy", "extra", "width"),
-        said="the variable average .*changes and is not carried",
+        said=f"the variable average .*{_NOT_CARRIED}",
     ),
     "average in a dict of a variable": Piece(
         made=f"shadow = {_CLONES}",
