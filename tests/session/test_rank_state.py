@@ -525,6 +525,19 @@ def test_a_number_of_a_module_that_becomes_an_object_is_named() -> None:
     assert said == ["'schedule' of the module '0' is not carried: a builtin_function_or_method now"]
 
 
+def test_numbers_that_had_not_changed_are_put_back_behind_a_later_state() -> None:
+    """A resume restores the state behind a step, as a proof, and then the one before it."""
+    model = torch.nn.Sequential(torch.nn.Dropout(0.1))
+    tree = ModuleTree({"": model})
+    before = tree.describe(pytest.fail)
+    vars(model[0])["p"] = 0.3
+    behind = tree.describe(pytest.fail)
+    vars(model[0])["p"] = 0.1
+    for described, expected in [(behind, 0.3), (before, 0.1)]:
+        tree.restore_modes(described)
+        assert model[0].p == expected
+
+
 def test_results_and_views_are_no_state() -> None:
     model = torch.nn.Linear(2, 2)
     said: list[str] = []
