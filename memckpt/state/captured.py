@@ -110,7 +110,7 @@ class OptimizerCapture:
 
     def _capture_one(self, optimizer: Optimizer, path: str, travels: Travels, index: int = -1) -> dict[str, Any]:
         named = {id(state) for _, state in self._named_state(optimizer)}
-        # In the order in which they are restored: attributes may refer to state.
+        # In the order in which they are restored: what comes later may refer to what came before.
         return {
             "state": [
                 [name, self._state(name, state, path, travels, index)] for name, state in self._named_state(optimizer)
@@ -120,16 +120,16 @@ class OptimizerCapture:
                 for key, value in optimizer.state.items()
                 if id(value) not in named
             ],
-            "attributes": {
-                name: self._out(value, f"{path}.{name}")
-                for name, value in {**own_attributes(optimizer), **own_modules(optimizer)}.items()
-            },
             "on_parameters": [
                 [self._names[id(param)], [[key, self._out(value, f"{path}: {key}")] for key, value in kept]]
                 for group in optimizer.param_groups
                 for param in group["params"]
                 if id(param) in self._names and (kept := _own(param))
             ],
+            "attributes": {
+                name: self._out(value, f"{path}.{name}")
+                for name, value in {**own_attributes(optimizer), **own_modules(optimizer)}.items()
+            },
         }
 
     def _state(self, name: str, state: dict[Any, Any], path: str, travels: Travels, index: int) -> list[Any]:
