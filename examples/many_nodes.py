@@ -65,7 +65,7 @@ def train(args: argparse.Namespace) -> None:
         session.commit()  # (*)
         if rank == 0:
             print(f"step {step}: loss {loss:.6f}", flush=True)
-        time.sleep(args.pause)  # none by default: for whoever watches
+        time.sleep(args.pause)  # 0 s by default; a longer pause lets a person follow the steps
     session.close()  # (*)
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if rank == 0:

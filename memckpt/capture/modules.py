@@ -283,8 +283,9 @@ class ModuleTree:
         for name, values in described["numbers"].items():
             if name in self.modules:
                 vars(self.modules[name]).update(values)
-        for name, held, _ in self._numbers:  # what had not changed, and has here: a later state was restored before
-            held.update((key, value) for key, value in self._born.get(name, ()) if name not in described["numbers"])
+        for name, held, keys in self._numbers:
+            if name not in described["numbers"]:  # unchanged then; a later state may have been restored before this one
+                held.update((key, value) for key, value in self._born.get(name, ()) if key in keys)
         for name, generator in self._generators:
             if name in described["generators"]:
                 rng.restore_generator(generator, described["generators"][name])

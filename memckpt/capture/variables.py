@@ -161,7 +161,7 @@ class LoopVariables:
         return reasons
 
     def _find_all(self, provided: Mapping[str, Any]) -> tuple[_Found, _Carried]:
-        """What the variables hold that lead here, and what is carried."""
+        """Contents of the variables of the calls that lead here, and what is carried."""
         carried = _Carried(chain.from_iterable(each.owners() for each in list(self._all)), provided)
         found = _Found(set(carried.objects))
         for frame in _frames():

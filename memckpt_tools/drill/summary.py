@@ -1,7 +1,8 @@
-"""What a drill has come to, whichever it was: a row beside another's, test cases for CI, findings for programs."""
+"""Summaries of both kinds of drill: rows of one table, test cases for CI, findings for programs."""
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,10 @@ from rich.table import Table
 from memckpt.cli.common import out, seconds_text
 from memckpt_tools.drill import stock, supervisor
 from memckpt_tools.drill.text import as_json, divergence, stock_json, stock_verdict_text, verdict_text
+
+
+#: Characters that XML 1.0 forbids, as in the colours of a log.
+_FORBIDDEN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ class Summary:
 
 
 def summary_of_own(result: stock.Result, command: Sequence[str], seed: int) -> Summary:
-    """Of a script's own checkpoints."""
+    """Summary of a drill of a script's own checkpoints."""
     cases = [
         Case(
             f"kill {number}: {blow.kind} behind step {blow.step}",
@@ -68,7 +73,7 @@ def summary_of_own(result: stock.Result, command: Sequence[str], seed: int) -> S
 
 
 def summary_of_protected(result: supervisor.Result, command: Sequence[str], seed: int) -> Summary:
-    """Of a training that memckpt protects."""
+    """Summary of a drill of a training that memckpt protects."""
     outcome = {"equal": "exact", "different": "diverged"}.get(result.verdict.outcome, result.verdict.outcome)
     cases = [
         Case(
@@ -118,8 +123,8 @@ def junit_xml(summaries: Sequence[Summary]) -> bytes:
                 suite, "testcase", classname=f"drill.{each.way}", name=case.name, time=f"{case.seconds:.3f}"
             )
             if case.problem:
-                first, *_ = case.problem.splitlines()
-                ElementTree.SubElement(test, "failure", message=first).text = case.problem
+                problem = _FORBIDDEN.sub("", case.problem)
+                ElementTree.SubElement(test, "failure", message=problem.partition("\n")[0]).text = problem
     ElementTree.indent(suites)
     content: bytes = ElementTree.tostring(suites, encoding="utf-8", xml_declaration=True)
     return content + b"\n"

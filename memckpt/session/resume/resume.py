@@ -515,7 +515,7 @@ class Resumption:
     # End
 
     def say_if_nothing_was_left(self, last: int) -> None:
-        """Say that a run that has finished had been trained as far as that before; `last`: the last committed step."""
+        """Say, at the end of a run, that an earlier attempt had trained all of it; `last`: the newest committed step."""
         if self._restored and self.held is not None and last <= self.held.newest_step and self._ranks.rank == 0:
             _start_log.info(
                 "memckpt: nothing was left to train behind step %d; another run directory, or resume='never', starts "

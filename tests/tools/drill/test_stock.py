@@ -132,7 +132,7 @@ def test_a_process_begins_with_the_last_step_that_had_its_parameters(tmp_path: P
 
 def test_each_kill_is_a_test_case_with_what_has_failed(capsys: pytest.CaptureFixture[str]) -> None:
     """The whole training is the last one."""
-    kills = [Blow("step", 12, resumed=10, seconds=3.0), Blow("term", 20, why_none="it ended\nTraceback")]
+    kills = [Blow("step", 12, resumed=10, seconds=3.0), Blow("term", 20, why_none="it \x1b[31mended\x00\nTraceback")]
     verdict = Verdict("equal", 24, 24, [], [], [], (), {}, None)
     summary = summary_of_own(Result(verdict, kills, 0.004), ["python", "train.py"], 7)
     assert (summary.outcome, summary.passed, summary.lost, summary.seconds) == ("cannot start", False, [2], [3.0])
