@@ -105,7 +105,9 @@ class MadeSettings:
     def __init__(self, live: LiveState) -> None:
         #: By owner, in words. Empty for what has trained before: its settings are no longer those that it began with.
         self._made: dict[str, dict[str, Any]] = {}
-        for number, optimizer in enumerate(live.optimizers if not any(each.state for each in live.optimizers) else ()):
+        if any(optimizer.state for optimizer in live.optimizers):
+            return
+        for number, optimizer in enumerate(live.optimizers):
             name = type(optimizer).__qualname__ + (f" {number}" if len(live.optimizers) > 1 else "")
             for index, group in enumerate(optimizer.param_groups):
                 owner = f"{name}, group {index}" if len(optimizer.param_groups) > 1 else name

@@ -11,7 +11,6 @@ import dis
 import functools
 import inspect
 import logging
-import re
 import sys
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -56,8 +55,6 @@ _PLAIN = {type(None), bool, int, float, complex, str, bytes}
 _FEW = 8
 #: Tensors of a variable that are sampled for a resume, and elements of each.
 _SAMPLED, _SAMPLED_ELEMENTS = 64, 16
-#: Name and function of a variable, in the words for it and for what it holds.
-_WORDS = re.compile(r"the variable (\w+).*?( of [^ ]+\(\))?", re.DOTALL)
 #: Frameworks with loops of their own: state beside the model stands in modules and callbacks there.
 _LOOPS = frozenset({"lightning", "pytorch_lightning", "transformers"})
 
@@ -79,14 +76,15 @@ class _Found:
     """Findings of a look: modules by name, and tensors in containers by the name of the outermost one.
 
     `met`: what is carried or has been looked into, by `id`; `left`: number of members and objects that still may be.
-    `bound`: variables, by name and function.
+    `roots`: by name of a module or container, the variable that leads to it; `bound`: all variables.
     """
 
     met: set[int]
     left: int = _MOST_MEMBERS
     modules: dict[str, nn.Module] = field(default_factory=dict)
     tensors: defaultdict[str, dict[str, tuple[object, torch.Tensor]]] = field(default_factory=lambda: defaultdict(dict))
-    bound: set[tuple[str, str]] = field(default_factory=set)
+    roots: dict[str, str] = field(default_factory=dict)
+    bound: set[str] = field(default_factory=set)
 
 
 class LoopVariables:
@@ -117,8 +115,11 @@ class LoopVariables:
         self._captures = 0
         self._modules: dict[str, tuple[weakref.ref[nn.Module], Any]] = {}
         self._tensors: dict[str, _Seen] = {}
-        #: Bytes of some elements of what the last look has found and nobody carries, by name. Each record has them.
-        self.samples: dict[str, torch.Tensor] = {}
+        #: Of what the last look has found and nobody carries, by name: its variable, and the bytes of some elements.
+        #: Each record has them.
+        self.samples: dict[str, tuple[str, torch.Tensor]] = {}
+        #: The variables that lead to what the look has found, by its name.
+        self._roots: Mapping[str, str] = {}
         #: Names of which all has been said.
         self._said: set[str] = set()
         self._all.add(self)
@@ -133,7 +134,7 @@ class LoopVariables:
         self._compare_modules(found.modules, carried)
         self._compare_tensors(found.tensors, carried, _begins_pair(number))
 
-    def not_restored(self, samples: Mapping[str, torch.Tensor], provided: Mapping[str, Any]) -> list[str]:
+    def not_restored(self, samples: Mapping[str, tuple[str, torch.Tensor]], provided: Mapping[str, Any]) -> list[str]:
         """Why a resume is not exact: variables are not what they were by the :attr:`samples` of the resumed record.
 
         Looked at where training is about to go on. What is not bound by then may be made behind it.
@@ -145,12 +146,13 @@ class LoopVariables:
         self._compare_modules(found.modules, carried)
         self._compare_tensors(found.tensors, carried, False)
         reasons = []
-        for name, held in samples.items():
-            now, words = self.samples.get(name), _WORDS.fullmatch(name)
-            if words is None or (now is not None and (not held.numel() or torch.equal(now.cpu(), held.cpu()))):
-                continue
-            lost = now is None and name not in found.modules and name not in found.tensors
-            if now is None and not (lost and found.left > 0 and (words[1], words[2] or "") in found.bound):
+        for name, (root, held) in samples.items():
+            if name in self.samples:
+                _, now = self.samples[name]
+                differs = held.numel() > 0 and not torch.equal(now.cpu(), held.cpu())
+            else:  # carried by now, or the variable has something else
+                differs = name not in found.roots and root in found.bound and found.left > 0
+            if not differs:
                 continue
             self._said.add(name)
             reasons.append(
@@ -168,9 +170,10 @@ class LoopVariables:
             where = "" if frame.f_code.co_name == "<module>" else f" of {frame.f_code.co_name}()"
             for name, value in _variables_of(frame).items():
                 if not name.startswith("__"):
-                    found.bound.add((name, where))
+                    found.bound.add(f"the variable {name}{where}")
                     with _skipping(name):
                         _find(found, name, f"the variable {{}}{where}", value, _DEPTH)
+        self._roots = found.roots
         return found, carried
 
     def _compare_modules(self, found: Mapping[str, nn.Module], carried: _Carried) -> None:
@@ -241,11 +244,12 @@ class LoopVariables:
 
     def _take_sample(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         """Take a sample of uncarried tensors; none of copies of what is carried, of which it counts that they exist."""
-        self.samples[name] = torch.empty(0, dtype=torch.uint8)
+        sample = torch.empty(0, dtype=torch.uint8)
         held = [local(one).detach() for one in tensors[:_SAMPLED]]
         if len({one.device for one in held}) == 1:
             strided = (one.reshape(-1)[:: max(1, one.numel() // _SAMPLED_ELEMENTS)] for one in held)
-            self.samples[name] = torch.cat([one[:_SAMPLED_ELEMENTS].contiguous().view(torch.uint8) for one in strided])
+            sample = torch.cat([one[:_SAMPLED_ELEMENTS].contiguous().view(torch.uint8) for one in strided])
+        self.samples[name] = self._roots[name], sample
 
     def _say(self, name: str, what: str) -> None:
         self._said.add(name)
@@ -409,11 +413,13 @@ def _find(found: _Found, name: str, text: str, value: Any, depth: int) -> None:
         elif issubclass(kind, torch.Tensor):
             if container is not None:
                 found.tensors[text.format(name)][text.format(path)] = container, one
+                found.roots[text.format(name)] = text.format(name.partition(".")[0])
         elif id(one) in found.met:
             continue
         elif issubclass(kind, nn.Module):
             found.met.add(id(one))
             found.modules[text.format(path)] = one
+            found.roots[text.format(path)] = text.format(name.partition(".")[0])
         elif depth and _is_looked_into(kind):
             found.met.add(id(one))
             for attribute, held in list(attributes_of(one).items()):

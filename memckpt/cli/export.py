@@ -116,8 +116,12 @@ def load(
     """
     from memckpt.storage.export import read_state
 
-    run, states = Path(run), list["ExportedState"]()
-    take: _Use = lambda store, found: states.append(read_state(store, found))  # noqa: E731
+    run = Path(run)
+    states: list[ExportedState] = []
+
+    def take(store: Store, found: Checkpoint) -> None:
+        states.append(read_state(store, found))
+
     if source == "memory":
         if step is not None:
             raise UsageError(f"step={step}: memory has its newest step only; leave it out, or use source='storage'")

@@ -16,7 +16,6 @@ from memckpt.cli.common import out, seconds_text
 from memckpt_tools.drill import stock, supervisor
 from memckpt_tools.drill.text import as_json, divergence, stock_json, stock_verdict_text, verdict_text
 
-
 #: Characters that XML 1.0 forbids, as in the colours of a log.
 _FORBIDDEN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 

@@ -237,7 +237,7 @@ class Killed(Exception):
 
 def resumed(loop: Any, commits: int, **provided: Any) -> list[str]:
     """What is said where the loop is killed behind so many commits, and resumed."""
-    left, reasons, held = [commits], list[str](), dict[str, torch.Tensor]()
+    left, reasons, held = [commits], list[str](), dict[str, tuple[str, torch.Tensor]]()
 
     def commit(variables: LoopVariables) -> None:
         variables.look(provided)

@@ -42,8 +42,9 @@ class Checkpoints:
         #: Describes what is to be written; replaced with each attempt.
         self.maker = JobMaker(name)
         self.schedule = Schedule(self._announce, self._look_for_announced, host.note_event)
-        order, reserved = lambda message, fd: host.tell_ranks(ranks, message, fd=fd), partial(host.notify, ranks)
-        self.state_copies = StateCopies(order, reserved, siblings.hurry)
+        self.state_copies = StateCopies(
+            lambda message, fd: host.tell_ranks(ranks, message, fd=fd), partial(host.notify, ranks), siblings.hurry
+        )
         self.jobs = WriterJobs(lambda: host.start_writer("checkpoint", self._writer_said, self.jobs.ended))
         #: Exports that wait for the next commit.
         self.asked: deque[Export] = deque()

@@ -149,11 +149,8 @@ class StateCopies:
 
     def _reserve_copy(self, asker: Asker, generation: Generation, record: int) -> _Order:
         """Make memory for a copy, in a thread where that takes long, and order the copy behind it."""
-        nbytes, purpose, number = (
-            generation.layout.copy_bytes,
-            "a copy of the state on its way to storage",
-            next(_numbers),
-        )
+        purpose = "a copy of the state on its way to storage"
+        nbytes, number = generation.layout.copy_bytes, next(_numbers)
         check_budget(nbytes, 0, None, purpose, coming=bytes_being_reserved())
         region, at_once = Region.lay_out("copy", nbytes), nbytes <= AT_ONCE_BYTES
         ended = (lambda: None) if at_once else partial(self._notify, CopyReserved(number))

@@ -515,7 +515,7 @@ class Resumption:
     # End
 
     def say_if_nothing_was_left(self, last: int) -> None:
-        """Say, at the end of a run, that an earlier attempt had trained all of it; `last`: the newest committed step."""
+        """Say, at the end of a run, that an earlier attempt has trained all of it; `last`: newest committed step."""
         if self._restored and self.held is not None and last <= self.held.newest_step and self._ranks.rank == 0:
             _start_log.info(
                 "memckpt: nothing was left to train behind step %d; another run directory, or resume='never', starts "
