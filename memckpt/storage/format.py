@@ -61,7 +61,7 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def records(self) -> str:
         """The records, as paths name them."""
-        raise NotImplementedError
+        raise NotImplementedError  # each kind has its own, and a struct of msgspec cannot be an abstract class
 
     @property
     def place(self) -> str:
