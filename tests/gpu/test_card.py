@@ -157,7 +157,7 @@ def test_lightning_restarts_warm(tmp_path: Path) -> None:
         said: list[str] = []
         for line in run.stdout:
             said.append(line)
-            if "imported ahead" in line or "restarts will be cold" in line:
+            if "modules are imported ahead" in line or "restarts will be cold" in line:
                 (tmp_path / "gate").write_text("")
                 break
         text = "".join([*said, *run.stdout])

@@ -20,12 +20,14 @@ def compare(device: str) -> None:
             scaled = torch.randn(4097).mul(scale).to(device, dtype)
             inverse = torch.tensor([scale]).double().reciprocal().float()
             used = [scaled.clone(), scaled.clone()]
+            torch._foreach_mul_(used[1:], inverse.to(device).reshape(()))
+            assert torch.equal(change_values("mul", inverse, scaled), used[1]), (dtype, scale)
+            if device == "cuda" and dtype is torch.bfloat16:
+                continue  # torch's scaler refuses such gradients there
             torch._amp_foreach_non_finite_check_and_unscale_(
                 used[:1], torch.zeros(1, device=device), inverse.to(device)
             )
             assert torch.equal(change_values("unscale", inverse, scaled), used[0]), (dtype, scale)
-            torch._foreach_mul_(used[1:], inverse.to(device).reshape(()))
-            assert torch.equal(change_values("mul", inverse, scaled), used[1]), (dtype, scale)
 
 
 def test_gradients_are_what_training_made_of_them(gpu_lab: Lab, device: str) -> None:
