@@ -21,14 +21,16 @@ from dataclasses import dataclass
 
 from memckpt.errors import MemoryBudgetError
 from memckpt.memory.budget import check_budget
-from memckpt.state.layout import Layout
+from memckpt.state.layout import Layout, aligned
 from memckpt.user_messages import short_number
 
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; mmap has no name for it
+_MADV_POPULATE_WRITE, _MADV_COLLAPSE = 23, 25  # Linux 5.14 and 6.1; mmap has no names for them
 #: Bytes that are touched in one call, which holds the lock of the process's memory map: training that allocates waits.
 _POPULATE_CHUNK = 2 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.mmap.restype = ctypes.c_void_p
 _live: weakref.WeakSet[Region] = weakref.WeakSet()
 
 
@@ -222,6 +224,48 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
+HUGE_PAGE = 2 << 20
+#: Huge pages that the kernel may refuse in a chunk before the rest of it is not asked for.
+_MAY_BE_REFUSED = 8
+
+
+@contextlib.contextmanager
+def mapped_for_huge_pages(fd: int, start: int, nbytes: int) -> Iterator[int]:
+    """Map a range of a file, and give its address, a multiple of a huge page's size as `start` is.
+
+    Raises OSError: a limit of the process forbids it.
+    """
+    with mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as room:
+        address = -(-ctypes.addressof(ctypes.c_char.from_buffer(room)) // HUGE_PAGE) * HUGE_PAGE
+        flags, map_fixed = mmap.MAP_SHARED, 0x10
+        found = _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags | map_fixed, fd, start)
+        if found != address:
+            raise OSError(ctypes.get_errno(), "mmap")
+        yield address
+
+
+def _take_huge_pages(fd: int, start: int, nbytes: int) -> None:
+    """Reserve a range of a file in huge pages, as far as the kernel has some; the rest remains to be reserved.
+
+    A process that maps them pays for fewer faults, and locks them ten times as fast. The kernel is asked for each, as
+    shared memory gets none by default.
+    """
+    first, end = aligned(start, HUGE_PAGE), (start + nbytes) // HUGE_PAGE * HUGE_PAGE
+    refused = 0
+    if end <= first:
+        return
+    try:
+        with mapped_for_huge_pages(fd, first, end - first) as address:
+            for offset in range(0, end - first, HUGE_PAGE):
+                os.posix_fallocate(fd, first + offset, 1)  # nothing is made of a range without a page
+                where = ctypes.c_void_p(address + offset), ctypes.c_size_t(HUGE_PAGE)
+                refused += _libc.madvise(*where, _MADV_COLLAPSE) != 0
+                if refused == _MAY_BE_REFUSED:
+                    return
+    except OSError:  # for want of memory: it is reserved in pages of the usual size, or that says what is lacking
+        return
+
+
 #: The largest memory that is reserved while the caller waits, in bytes; it takes some milliseconds.
 AT_ONCE_BYTES = 64 << 20
 #: Bytes that a reservation asks for in one call.
@@ -263,6 +307,7 @@ class Reservation:
                     if self._closing.is_set():
                         return
                     chunk = min(CHUNK_BYTES, offset + length - start)
+                    _take_huge_pages(region.fd, start, chunk)
                     _fallocate(region.fd, start, chunk)
                     self.reserved += chunk
         except OSError as error:  # raised by `finish`

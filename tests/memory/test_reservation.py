@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import threading
@@ -15,7 +16,7 @@ import memckpt
 from memckpt.config import AgentConfig
 from memckpt.errors import MemoryBudgetError
 from memckpt.memory import region as region_module
-from memckpt.memory.region import Region, Reservation, bytes_being_reserved
+from memckpt.memory.region import HUGE_PAGE, Region, Reservation, bytes_being_reserved
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status
 from memckpt.replication.keeping import fragment_store
@@ -60,6 +61,37 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
 
 def reserve(region: Region, nbytes: int) -> Reservation:
     return Reservation("x", [(region, 0, nbytes)])
+
+
+def huge_bytes(region: Region) -> int:
+    """Bytes of a region that are in huge pages, as a mapping sees it that can have them."""
+    with region_module.mapped_for_huge_pages(region.fd, 0, region.nbytes) as address:
+        ctypes.string_at(address, region.nbytes)  # read: mapped from now on
+        with open("/proc/self/smaps") as maps:
+            text = maps.read().partition(f"\n{address:x}-")[2]
+    return int(text.partition("ShmemPmdMapped:")[2].split()[0]) << 10
+
+
+def test_memory_comes_in_huge_pages_where_the_kernel_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    size, part = 8 * HUGE_PAGE, 3 * HUGE_PAGE // 2
+    with closing(Region.lay_out("x", size)) as region:
+        held = b"start" * 100
+        region.map[:500] = held  # as the start of a training, which is there when the rest is reserved
+        for parts in ([(region, part, size - part)], [(region, 0, size)]):
+            with closing(Reservation("x", parts)) as made:
+                made.finish()
+        assert region.taken_bytes == size
+        assert region.map[:500] == held
+        huge = huge_bytes(region)
+    with closing(Region.lay_out("x", size)) as region:
+        monkeypatch.setattr(region_module, "_MADV_COLLAPSE", -1)  # a kernel without it
+        with closing(reserve(region, size)) as made:
+            made.finish()
+        assert region.taken_bytes == size
+        assert huge_bytes(region) == 0
+    if not huge:
+        pytest.skip("this kernel gives no huge pages on request (Linux 6.1 does)")
+    assert huge == size
 
 
 @pytest.mark.promise(
