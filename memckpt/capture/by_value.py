@@ -96,22 +96,27 @@ class _Rows:
 
 
 class Batch:
-    """Copies tensors in host memory to their places, in the calling thread.
+    """Copies tensors to their places; in the calling thread, where they are in host memory.
 
-    Small tensors are gathered in memory laid out like their places, and copied from there by one operation per
-    contiguous run.
+    Small ones are gathered in memory laid out like their places, and copied from there by one operation per contiguous
+    run. A copier from a device does that by itself.
 
     Args:
         places: the places, aligned as a layout aligns them; each includes the padding behind it.
+        copier: copies from a device.
     """
 
-    def __init__(self, places: Sequence[Place]) -> None:
+    def __init__(self, places: Sequence[Place], copier: Copier) -> None:
+        self._copier = copier
+        self._shapes = [shape for _, shape, _ in places]
+        self._dtypes = [dtype_of(dtype) for *_, dtype in places]
+        if copier.asynchronous:
+            self._places = Places(places)
+            return
         sizes = [prod(shape) * ITEM_BYTES[dtype] for _, shape, dtype in places]
         small = [index for index, size in enumerate(sizes) if size <= SMALL_BYTES]
         large = [index for index, size in enumerate(sizes) if size > SMALL_BYTES]
         self._order = small + large
-        self._shapes = [places[index][1] for index in self._order]
-        self._dtypes = [dtype_of(places[index][2]) for index in self._order]
         self._large = Places([places[index] for index in large])
         #: Byte ranges that places of small tensors fill without a gap.
         self._stretches: list[tuple[int, int]] = []
@@ -125,21 +130,29 @@ class Batch:
         self._gathered = Places(near).at(self._memory, 0)
 
     @torch.no_grad()
-    def copy(self, buffer: mmap.mmap, base: int, sources: Sequence[torch.Tensor]) -> bool:
+    def copy(self, buffer: mmap.mmap, base: int, sources: Sequence[torch.Tensor], as_they_are: bool = False) -> bool:
         """Copy each of `sources` to its place, offset by `base` bytes; without autograd.
 
-        Returns False, and copies nothing, unless all are plain tensors in host memory with the shapes and dtypes of
-        their places: a copy would silently cast and broadcast.
+        Returns False, and copies nothing, unless all are plain tensors with the shapes and dtypes of their places, and
+        where the copier says: a copy would silently cast and broadcast. `as_they_are`: they may change at once.
         """
         if not sources:
             return True
         if not set(map(type, sources)) <= _PLAIN:
             return False
+        if list(map(_dtype, sources)) != self._dtypes or list(map(_shape, sources)) != self._shapes:
+            return False
+        if self._copier.asynchronous:
+            places = self._places.at(buffer, base)
+            if as_they_are:
+                self._copier.copy_as_they_are(places, sources)
+            else:
+                for place, source in zip(places, sources, strict=True):
+                    self._copier.copy(place, source)
+            return True
+        if not all(map(_on_host, sources)):
+            return False
         ordered = [sources[index] for index in self._order]
-        if list(map(_dtype, ordered)) != self._dtypes or list(map(_shape, ordered)) != self._shapes:
-            return False
-        if not all(map(_on_host, ordered)):
-            return False
         torch._foreach_copy_(self._gathered + self._large.at(buffer, base), ordered)
         for start, stop in self._stretches:
             gathered = tensor_at(self._memory, start - self._first, (stop - start,), "uint8")
@@ -149,6 +162,17 @@ class Batch:
 
 #: Keys of a parameter's state, by optimizer.
 Keys = list[tuple[int, tuple[str, ...]]]
+#: First element of a piece, and the one behind its last; None: it is the whole tensor.
+Cut = tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class _LivePiece:
+    """A parameter, the keys of its state, and of each of these tensors the part that the piece has."""
+
+    param: torch.Tensor
+    keys: Keys
+    cuts: list[Cut]
 
 
 class AnchorCopies:
@@ -160,6 +184,7 @@ class AnchorCopies:
         specs: the layout's specs of `params`.
         mine: for each parameter, whether this rank copies it.
         optimizers: the live optimizers.
+        copier: copies from a device.
 
     Attributes:
         rest: positions of the pieces that the caller has to copy itself.
@@ -172,59 +197,67 @@ class AnchorCopies:
         specs: Sequence[ParamSpec],
         mine: Sequence[bool],
         optimizers: Sequence[Optimizer],
+        copier: Copier,
     ) -> None:
         self._optimizers = optimizers
         self.rest: list[int] = []
-        #: Each parameter, the keys of its state, and whether this rank copies it.
-        self._live: list[tuple[torch.Tensor, Keys, bool]] = []
+        #: Each piece, and whether this rank copies it.
+        self._live: list[tuple[_LivePiece, bool]] = []
         places: list[Place] = []
         for position, (piece, parts) in enumerate(pieces):
             param, spec = params[piece.param], specs[piece.param]
+            cut = None if piece.stop - piece.start == spec.tensor.numel else (piece.start, piece.stop)
             keys = [(owner.optimizer, tuple(state.key for state in owner.state)) for owner in spec.owners]
-            sources = self._sources_of(param, keys)
-            uncut = piece.stop - piece.start == spec.tensor.numel and not is_dtensor(param)
-            shapes = [spec.tensor.shape] + [state.shape for owner in spec.owners for state in owner.state]
-            shaped = [(offset, shape, dtype) for (offset, _, dtype), shape in zip(parts, shapes, strict=True)]
-            if uncut and sources is not None and _fit(sources, shaped):
-                self._live.append((param, keys, mine[piece.param]))
-                places += shaped if mine[piece.param] else ()
+            state = [state for owner in spec.owners for state in owner.state]
+            live = _LivePiece(param, keys, [cut, *(cut if each.elementwise else None for each in state)])
+            flat = [(offset, (prod(shape),), dtype) for offset, shape, dtype in parts]
+            sources = self._sources_of(live)
+            if sources is not None and _fit(sources, flat, copier):
+                self._live.append((live, mine[piece.param]))
+                places += flat if mine[piece.param] else ()
             else:
                 self.rest.append(position)
-        self._batch = Batch(places)
+        self._batch = Batch(places, copier)
 
-    def _sources_of(self, param: torch.Tensor, keys: Keys) -> list[torch.Tensor] | None:
-        """A parameter and its state; None if they differ from the layout."""
-        found = [param]
-        for optimizer, names in keys:
-            state = self._optimizers[optimizer].state.get(param)
+    def _sources_of(self, piece: _LivePiece) -> list[torch.Tensor] | None:
+        """A piece of a parameter and of its state, each in row-major order; None if they differ from the layout."""
+        found = [piece.param if type(piece.param) in _PLAIN else local(piece.param)]
+        for optimizer, names in piece.keys:
+            state = self._optimizers[optimizer].state.get(piece.param)
             if state is None or len(state) != len(names):
                 return None
             for name in names:
                 value = state.get(name)
-                if type(value) is not torch.Tensor:
+                if type(value) is torch.Tensor:
+                    found.append(value)
+                elif isinstance(value, torch.Tensor) and is_dtensor(value):
+                    found.append(local(value))
+                else:
                     return None
-                found.append(value)
-        return found
+        flat = [each if each.ndim == 1 else each.reshape(-1) for each in found]
+        if piece.cuts[0] is None:
+            return flat
+        return [each if one is None else each[one[0] : one[1]] for each, one in zip(flat, piece.cuts, strict=True)]
 
     def copy(self, buffer: mmap.mmap, base: int) -> bool:
-        """Copy all pieces into the slot that begins at byte `base`, in the calling thread.
+        """Copy all pieces into the slot that begins at byte `base`, before what follows on the current stream.
 
         Returns False, and copies nothing, if a tensor no longer matches the layout.
         """
         sources: list[torch.Tensor] = []
-        for param, keys, mine in self._live:
-            found = self._sources_of(param, keys)
+        for piece, mine in self._live:
+            found = self._sources_of(piece)
             if found is None:
                 return False
             if mine:
                 sources += found
-        return self._batch.copy(buffer, base, sources)
+        return self._batch.copy(buffer, base, sources, as_they_are=True)
 
 
-def _fit(sources: Sequence[torch.Tensor], places: Sequence[Place]) -> bool:
-    """Whether the tensors lie in host memory and have the shapes and dtypes of their places."""
+def _fit(sources: Sequence[torch.Tensor], places: Sequence[Place], copier: Copier) -> bool:
+    """Whether the tensors have the shapes and dtypes of their places, and lie where they can be copied together."""
     return all(
-        source.is_cpu and tuple(source.shape) == shape and source.dtype == dtype_of(dtype)
+        (source.is_cpu or copier.asynchronous) and tuple(source.shape) == shape and source.dtype == dtype_of(dtype)
         for source, (_, shape, dtype) in zip(sources, places, strict=True)
     )
 
@@ -356,10 +389,11 @@ class ByValueTensors:
         """
         now = [self._live[position].now() for position in self._copied]
         found = [tensor for tensor in now if tensor is not None]
-        if len(found) == len(now) and not self._copier.asynchronous:
+        if len(found) == len(now):
             if self._batch is None:
                 self._batch = Batch(
-                    [(self._offsets[at], self._specs[at].shape, self._specs[at].dtype) for at in self._copied]
+                    [(self._offsets[at], self._specs[at].shape, self._specs[at].dtype) for at in self._copied],
+                    self._copier,
                 )
             if self._batch.copy(region.map, base, found):
                 return

@@ -325,32 +325,41 @@ class SlotWriter:
         Raises:
             LayoutChangedError: an optimizer keeps other state than the layout has room for.
         """
-        if self._copier.asynchronous:
-            # Averages may take the weights' place for a validation or a forward, and nothing would show it.
-            return self._stage_pieces(record, copy=self._copier.copy_as_it_is)
         number = record % self.spec.period
         copies = self._anchor_copies.pop(number, None)
         if copies is None:
             pieces = zip(self.layout.anchor_groups[number], self._anchor_parts[number], strict=True)
-            copies = AnchorCopies(list(pieces), self.params, self.spec.params, self.mine, self._live.optimizers)
+            live = self.params, self.spec.params, self.mine, self._live.optimizers
+            copies = AnchorCopies(list(pieces), *live, self._copier)
+        # Averages may take the weights' place for a validation or a forward, and nothing would show it.
         if not copies.copy(self._slots.map, self.layout.slot_offset(record)):
-            return self._stage_pieces(record)
+            return self._stage_pieces(record, as_they_are=True)
         self._anchor_copies[number] = copies
-        return self._stage_pieces(record, copies.rest)
+        return self._stage_pieces(record, copies.rest, as_they_are=True)
 
     def _stage_pieces(
-        self, record: int, positions: Iterable[int] | None = None, copy: Copy | None = None
+        self, record: int, positions: Iterable[int] | None = None, as_they_are: bool = False
     ) -> tuple[Missing, bytes]:
-        """Stage the pieces at `positions` of those due in `record` one by one; None: all of them."""
+        """Stage the pieces at `positions` of those due in `record` one by one; None: all of them.
+
+        `as_they_are`: what follows on the current stream may change them at once.
+        """
         missing: list[tuple[int, int, str]] = []
         plain: dict[int, dict[int, dict[str, Any]]] = {}
+        kept: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+
+        def keep(destination: torch.Tensor, source: torch.Tensor) -> None:
+            kept[0].append(destination)
+            kept[1].append(source)
+
         base = self.layout.slot_offset(record)
         due, places = self.layout.due(record), self._anchor_parts[record % self.spec.period]
         for position in range(len(due)) if positions is None else positions:
             views = [
                 tensor_at(self._slots.map, base + offset, shape, dtype) for offset, shape, dtype in places[position]
             ]
-            self._stage_piece(due[position], views, missing, plain, copy)
+            self._stage_piece(due[position], views, missing, plain, keep if as_they_are else self._copier.copy)
+        self._copier.copy_as_they_are(*kept)
         return tuple(missing), codec.encode(plain) if plain else b""
 
     def _stage_piece(
@@ -359,9 +368,8 @@ class SlotWriter:
         views: Sequence[torch.Tensor],
         missing: list[tuple[int, int, str]],
         plain: dict[int, Any],
-        copy: Copy | None = None,
+        copy: Copy,
     ) -> None:
-        copy = copy or self._copier.copy
         param = self.params[piece.param]
         mine = self.mine[piece.param]
         if mine:
@@ -515,7 +523,7 @@ class SlotWriter:
                     offset = state_offsets[owner.optimizer, state.key]
                     view = tensor_at(region.map, offset, state.shape, state.dtype)
                     views.append(view.view(-1) if state.elementwise else view)
-            self._stage_piece(whole, views, missing, plain)
+            self._stage_piece(whole, views, missing, plain, self._copier.copy)
         return tuple(missing), codec.encode(plain) if plain else b""
 
 

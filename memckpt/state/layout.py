@@ -40,6 +40,9 @@ LANDING_HEAD_BYTES = 64
 #: Pieces of parameters cut at multiples of this many elements give the same bits in fp32 as whole ones (vector tails).
 CUT_ELEMENTS = 32
 
+#: Gradients up to this size lie side by side: copies from a device take several of them at once.
+SMALL_GRADIENT_BYTES = 1 << 20
+
 #: Snapshots of the whole state in memory: the newest, and the previous one while that is being written.
 SNAPSHOTS = 2
 
@@ -93,7 +96,7 @@ class Layout:
         for room, params in zip(self.sub_step_room, self._optimizer_params, strict=True):
             offset = 0
             offsets = {}
-            for index in params:
+            for index in sorted(params, key=self._side_by_side):
                 offsets[index] = offset
                 offset += aligned(self.spec.grad_bytes(index))
             self._gradient_offsets.append(offsets)
@@ -101,6 +104,11 @@ class Layout:
             self._area_base.append(base)
             base += offset * room
         self.gradient_bytes = base
+
+    def _side_by_side(self, param: int) -> tuple[bool, int]:
+        """Where a gradient lies among others: small ones first, and of these each rank's own."""
+        is_large = self.spec.grad_bytes(param) > SMALL_GRADIENT_BYTES
+        return is_large, 0 if is_large else self.stagers[param]
 
     def gradient_offset(self, optimizer: int, sub_step: int, param: int) -> int:
         """Offset in a slot of the gradient of `param` for the `sub_step`-th step of `optimizer` in a record."""

@@ -163,5 +163,5 @@ def test_a_sample_has_the_strided_elements_of_each_tensor_in_turn(record: int, o
     sampler = _Sampler(tensors)
     (taken,) = sampler.sample_tensors(record, tensors)
     (group,) = sampler._groups.values()
-    parts = [bits_of(tensors[position])[record % stride :: stride] for position, _, stride in group]
+    parts = [bits_of(tensors[position])[record % stride :: stride] for position, stride in group]
     assert taken.tolist() == torch.cat(parts).tolist()

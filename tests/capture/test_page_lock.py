@@ -96,7 +96,7 @@ def test_unlocking_that_fails_is_told(region: Region, caplog: pytest.LogCaptureF
 
 
 def test_devices_without_streams_or_page_locking_are_named() -> None:
-    module: Any = SimpleNamespace(Stream=lambda device: None, cudart=Runtime)
+    module: Any = SimpleNamespace(Stream=lambda device: None, current_device=lambda: 0, cudart=Runtime)
     assert AcceleratorCopier(torch.device("cuda", 0), module).caveat == ""
     module.cudart = None
     assert "page-locks no shared memory" in AcceleratorCopier(torch.device("cuda", 0), module).caveat

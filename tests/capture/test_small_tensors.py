@@ -16,6 +16,7 @@ from torch import nn
 
 import memckpt
 from memckpt.capture.by_value import AnchorCopies, Place, Places
+from memckpt.capture.copier import HostCopier
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import stop_agent
 from memckpt.state.layout import Piece, aligned
@@ -91,7 +92,7 @@ class _Lab:
         return [param.detach(), *self.optimizer.state[param].values()]
 
     def copies(self, mine: tuple[bool, ...] = (True, True, True)) -> AnchorCopies:
-        return AnchorCopies(self.pieces, self.params, self.specs, mine, [self.optimizer])
+        return AnchorCopies(self.pieces, self.params, self.specs, mine, [self.optimizer], HostCopier())
 
     def copy(self, copies: AnchorCopies) -> bool:
         with torch.no_grad():

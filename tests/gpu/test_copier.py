@@ -18,6 +18,7 @@ from tests.support.late.children import run_in_child
 
 def copier_of() -> AcceleratorCopier:
     AcceleratorCopier.BUCKET_BYTES, AcceleratorCopier.PART_BYTES = 1 << 8, 1 << 10
+    AcceleratorCopier.SMALL_BYTES, AcceleratorCopier.FEWEST = 1 << 6, 3
     return AcceleratorCopier(torch.device("late", 0))
 
 
@@ -25,8 +26,26 @@ def on(stream: torch.Stream) -> Any:
     return torch.get_device_module("late").stream(stream)
 
 
-def begin_copy(copier: AcceleratorCopier, source: torch.Tensor) -> torch.Tensor:
-    place = torch.full((source.numel(),), -1.0, pin_memory=True)
+class Slot:
+    """Places in page-locked memory, padded as a slot's are: most lie side by side."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self._draw, self._end = draw, 0
+        self._memory = torch.full((1 << 17,), -1.0, pin_memory=True)
+        self._others: list[torch.Tensor] = []
+
+    def place(self, numel: int) -> torch.Tensor:
+        start, behind = self._end, self._end + -(-numel // 16) * 16
+        self._end = behind + self._draw.choice([0, 0, 0, 16])
+        self._others.append(self._memory[behind : self._end])
+        return self._memory[start : start + numel]
+
+    def is_untouched_beside_places(self) -> bool:
+        return bool(torch.cat([*self._others, self._memory[self._end :]]).eq(-1).all())
+
+
+def begin_copy(copier: AcceleratorCopier, source: torch.Tensor, slot: Slot | None = None) -> torch.Tensor:
+    place = torch.full((source.numel(),), -1.0, pin_memory=True) if slot is None else slot.place(source.numel())
     copier.copy(place, source)
     return place
 
@@ -36,6 +55,7 @@ def copies_begin_and_sources_change_on_any_stream() -> None:
     streams = [torch.accelerator.current_stream(), torch.Stream("late"), torch.Stream("late")]
     for seed in range(20):
         draw, copier = random.Random(seed), copier_of()
+        slot = Slot(draw) if seed % 2 else None
         late.be_slow(*draw.choice([(0, 200), (100, 0)]))
         begun: list[tuple[torch.Tensor, float, int]] = []
         kept: list[tuple[torch.Tensor, torch.Stream]] = []
@@ -45,7 +65,7 @@ def copies_begin_and_sources_change_on_any_stream() -> None:
                 match draw.choice(["copy", "copy", "copy", "change", "read", "look"]):
                     case "copy":
                         source = torch.full((draw.choice([1, 10, 100, 700]),), float(value), device="late")
-                        begun.append((begin_copy(copier, source), value, copier.ticket()))
+                        begun.append((begin_copy(copier, source, slot), value, copier.ticket()))
                         kept += [(source, stream)] if draw.random() < 0.5 else []
                         del source
                     case "change":
@@ -71,6 +91,7 @@ def copies_begin_and_sources_change_on_any_stream() -> None:
                         assert all(place.eq(held).all() for place, held, ticket in begun if ticket <= done)
         copier.token()()
         assert all(place.eq(held).all() for place, held, _ in begun)
+        assert slot is None or slot.is_untouched_beside_places()
         copier.wait_before_changes()
         kept.clear()
         torch.accelerator.synchronize()
@@ -108,27 +129,29 @@ def commits_outside_of_the_streams_that_train() -> None:
 
 def what_is_copied_as_it_is_may_change_at_once() -> None:
     """Without memory for a copy on the device, the stream that changes it waits; the host does not."""
-    clone: Any = torch.Tensor.clone
+    gather: Any = torch._foreach_copy_
 
-    def refuse(source: torch.Tensor) -> torch.Tensor:
+    def refuse(places: Any, sources: Any) -> None:
         raise torch.OutOfMemoryError("expected a copy of a few bytes, found no memory")
 
     late.be_slow(0, 500)
-    for cloning in (clone, refuse, clone):
-        copier = copier_of()
-        sources = [torch.full((700,), float(value), device="late") for value in range(1, 5)]
+    for gathering in (gather, refuse, gather):
+        copier, slot = copier_of(), Slot(random.Random(3))
+        copier.SMALL_BYTES = 0  # only the copies within the device are refused
+        sizes = (700, 30, 3, 700, 5, 5, 20)
+        sources = [torch.full((size,), float(value), device="late") for value, size in enumerate(sizes, 1)]
+        sources.append(torch.full((9,), 8.0))
+        places = [slot.place(len(source)) for source in sources]
         late.take_waits()
-        places = []
+        torch._foreach_copy_ = gathering
+        copier.copy_as_they_are(places, sources)
+        torch._foreach_copy_ = gather
         for source in sources:
-            place = torch.full((700,), -1.0, pin_memory=True)
-            torch.Tensor.clone = cloning  # type: ignore[method-assign]
-            copier.copy_as_it_is(place, source)
-            torch.Tensor.clone = clone  # type: ignore[method-assign]
             source.zero_()
-            places.append(place)
         assert late.take_waits() == {}
         copier.token()()
-        assert [place.unique().tolist() for place in places] == [[1.0], [2.0], [3.0], [4.0]]
+        assert [place.unique().tolist() for place in places] == [[float(value)] for value in range(1, 9)]
+        assert slot.is_untouched_beside_places()
         copier.wait_before_changes()
     assert late.races() == []
 

@@ -21,9 +21,9 @@ pytestmark = pytest.mark.usefixtures("only_late")  # a real device is late by lu
 class CopiesTooEarly(AcceleratorCopier):
     """Its stream waits for nothing that makes the sources."""
 
-    def _launch(self) -> None:
+    def _launch(self, whole: bool = True) -> None:
         self._sources.clear()
-        super()._launch()
+        super()._launch(whole)
 
 
 class LetsSourcesChange(AcceleratorCopier):

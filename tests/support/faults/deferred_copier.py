@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -30,8 +30,9 @@ class DeferredCopier(HostCopier):
         with self._lock:
             self._begun.append((destination, source))
 
-    def copy_as_it_is(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        self.copy(destination, source.clone())
+    def copy_as_they_are(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        for destination, source in zip(destinations, sources, strict=True):
+            self.copy(destination, source.clone())
 
     def fetch(self, source: torch.Tensor) -> torch.Tensor:
         host = torch.empty_like(source.detach(), device="cpu")
