@@ -80,6 +80,7 @@ bench: setup  ## Run the benchmarks
 
 bench-gpu:  ## Run benchmarks/gpu on a GPU, with PYTHON as it is
 	@$(PYTHON) benchmarks/gpu/needs.py $(GPU_NEEDS)
+	$(PYTHON) -m benchmarks.gpu.page_locks
 	$(PYTHON) -m benchmarks.gpu
 
 # Tools that nothing else needs, and that are not installed for those who train or develop.

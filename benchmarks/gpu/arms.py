@@ -7,10 +7,11 @@ import gc
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from benchmarks.gpu.trainee import Size, Trainee
 from benchmarks.harness.scratch import scratch_directory
 from benchmarks.workloads.async_saver import AsyncSaver
 from benchmarks.workloads.gpt import catch_up
+from memckpt.capture.by_value import Batch
 from memckpt.config import MemckptConfig, RedoMode
 
 BLOCKS = 3
@@ -100,15 +102,20 @@ def nothing(size: Size, device: torch.device) -> Figures:
 def _counting(session: memckpt.Session) -> Iterator[list[int]]:
     """Count the bytes that a session copies in the block."""
     copier: Any = session._copier
-    original, copied = copier.copy, [0]
+    original, together, copied = copier.copy, Batch.copy, [0]
 
     def copy(destination: Tensor, source: Tensor) -> None:
         copied[0] += source.nbytes
         original(destination, source)
 
+    def copy_together(batch: Batch, buffer: Any, base: int, sources: Sequence[Tensor], *how: Any, **named: Any) -> bool:
+        copied[0] += 0 if copier.asynchronous else sum(source.nbytes for source in sources)  # the copier sees them
+        return together(batch, buffer, base, sources, *how, **named)
+
     copier.copy = copy
     try:
-        yield copied
+        with mock.patch.object(Batch, "copy", copy_together):
+            yield copied
     finally:
         del copier.copy
 

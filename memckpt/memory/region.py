@@ -15,6 +15,7 @@ import platform
 import resource
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -225,8 +226,6 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 HUGE_PAGE = 2 << 20
-#: Huge pages that the kernel may refuse in a chunk before the rest of it is not asked for.
-_MAY_BE_REFUSED = 8
 
 
 @contextlib.contextmanager
@@ -251,17 +250,14 @@ def _take_huge_pages(fd: int, start: int, nbytes: int) -> None:
     shared memory gets none by default.
     """
     first, end = aligned(start, HUGE_PAGE), (start + nbytes) // HUGE_PAGE * HUGE_PAGE
-    refused = 0
     if end <= first:
         return
     try:
         with mapped_for_huge_pages(fd, first, end - first) as address:
-            for offset in range(0, end - first, HUGE_PAGE):
-                os.posix_fallocate(fd, first + offset, 1)  # nothing is made of a range without a page
-                where = ctypes.c_void_p(address + offset), ctypes.c_size_t(HUGE_PAGE)
-                refused += _libc.madvise(*where, _MADV_COLLAPSE) != 0
-                if refused == _MAY_BE_REFUSED:
-                    return
+            for offset in range(first, end, HUGE_PAGE):
+                os.posix_fallocate(fd, offset, 1)  # the kernel makes no huge page where there is none at all
+            # In one call: each waits for all processors. It ends where the kernel has none left.
+            _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(end - first), _MADV_COLLAPSE)
     except OSError:  # for want of memory: it is reserved in pages of the usual size, or that says what is lacking
         return
 
@@ -269,7 +265,10 @@ def _take_huge_pages(fd: int, start: int, nbytes: int) -> None:
 #: The largest memory that is reserved while the caller waits, in bytes; it takes some milliseconds.
 AT_ONCE_BYTES = 64 << 20
 #: Bytes that a reservation asks for in one call.
-CHUNK_BYTES = 256 << 20
+CHUNK_BYTES = 64 << 20
+#: A reservation takes no more huge pages once they have come slower than at this rate, by so many seconds: the kernel
+#: may have to move others' memory for each.
+HUGE_PAGES_PER_SECOND, PATIENCE_SECONDS = 512, 0.5
 _fallocate = os.posix_fallocate
 _in_progress: weakref.WeakSet[Reservation] = weakref.WeakSet()
 
@@ -301,13 +300,18 @@ class Reservation:
         self._thread.start()
 
     def _run(self) -> None:
+        patience = PATIENCE_SECONDS if self.nbytes > AT_ONCE_BYTES else 0.0
         try:
             for region, offset, length in self._parts:
                 for start in range(offset, offset + length, CHUNK_BYTES):
                     if self._closing.is_set():
                         return
                     chunk = min(CHUNK_BYTES, offset + length - start)
-                    _take_huge_pages(region.fd, start, chunk)
+                    if patience > 0:
+                        began = time.monotonic()
+                        _take_huge_pages(region.fd, start, chunk)
+                        spare = chunk / HUGE_PAGE / HUGE_PAGES_PER_SECOND - (time.monotonic() - began)
+                        patience = min(patience + spare, PATIENCE_SECONDS)
                     _fallocate(region.fd, start, chunk)
                     self.reserved += chunk
         except OSError as error:  # raised by `finish`

@@ -55,3 +55,15 @@ def test_quick_benchmark(tmp_path: Path, device: str) -> None:
     assert 0.9 < lazy["to_host_bytes"] / (copy["state_bytes"] * (1 / 3 + 1 / 8)) < 1.05
     assert lazy["restore_seconds"] > 0
     assert lazy["stall_ms"] > 0
+
+
+@pytest.mark.slow
+def test_quick_page_locks(tmp_path: Path, device: str) -> None:
+    measured = "cpu" if device == "late" else device
+    command = [sys.executable, "-m", "benchmarks.gpu.page_locks", "--device", measured, "--quick"]
+    subprocess.run([*command, "--results", str(tmp_path)], cwd=_ROOT, check=True, timeout=200)
+    report = json.loads((tmp_path / "gpu.page_locks.json").read_text())
+    assert [row["pages"] for row in report["rows"]] == ["huge", "ordinary"]
+    rates = [rate for row in report["rows"] for rate in row["gb_per_second"]]
+    assert all(rate > 0 for rate in rates if rate is not None)
+    assert (None in rates) == (measured == "cpu")

@@ -13,12 +13,15 @@ import torch
 from torch import nn
 
 import memckpt
+from memckpt.capture.evidence import _Sampler
 from memckpt.config import MemckptConfig
+from memckpt.state.tensors import bits_of
 from tests.gpu.cases import alone
 from tests.support.trainings.engine_harness import Lab
 
 _ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 2048
+DTYPES = (torch.float32, torch.bfloat16)
 SCRIPT = """
 import os, signal
 import lightning.pytorch as pl
@@ -97,6 +100,17 @@ def memory_is_nearly_what_it_was(run_dir: Path) -> None:
     session.close()
 
 
+def samples_are_what_tensors_have(run_dir: Path) -> None:
+    """They are read by address, in memory that is not the process's to slice."""
+    tensors = [torch.randn(numel, device="cuda").to(dtype) for numel in (1, 3, 300, 70_001) for dtype in DTYPES]
+    sampler = _Sampler(tensors)
+    assert len(sampler._in_memory) == len(sampler._groups) == 2
+    for record in (0, 7, 1_000_003):
+        for taken, group in zip(sampler.sample_tensors(record, tensors), sampler._groups.values(), strict=True):
+            parts = [bits_of(tensors[position])[record % stride :: stride] for position, stride in group]
+            assert torch.equal(taken, torch.cat(parts))
+
+
 def no_other_process_has_a_context(run_dir: Path) -> None:
     model, optimizer = make()
     session = attach(model, optimizer, run_dir, "eager")
@@ -133,6 +147,7 @@ def compiled_blocks_stay_in_one_graph(run_dir: Path) -> None:
     [
         slots_are_page_locked,
         memory_is_nearly_what_it_was,
+        samples_are_what_tensors_have,
         no_other_process_has_a_context,
         compiled_blocks_stay_in_one_graph,
     ],

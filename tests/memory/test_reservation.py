@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 
@@ -73,6 +74,8 @@ def huge_bytes(region: Region) -> int:
 
 
 def test_memory_comes_in_huge_pages_where_the_kernel_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(region_module, "AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(region_module, "PATIENCE_SECONDS", 60.0)
     size, part = 8 * HUGE_PAGE, 3 * HUGE_PAGE // 2
     with closing(Region.lay_out("x", size)) as region:
         held = b"start" * 100
@@ -89,9 +92,28 @@ def test_memory_comes_in_huge_pages_where_the_kernel_has_some(monkeypatch: pytes
             made.finish()
         assert region.taken_bytes == size
         assert huge_bytes(region) == 0
+    with closing(Region.lay_out("x", size)) as region:
+        monkeypatch.undo()  # so little memory is no reason to wait for huge pages
+        with closing(reserve(region, size)) as made:
+            made.finish()
+        assert huge_bytes(region) == 0
     if not huge:
         pytest.skip("this kernel gives no huge pages on request (Linux 6.1 does)")
     assert huge == size
+
+
+def test_huge_pages_that_come_slowly_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    clock = iter(range(100))
+    monkeypatch.setattr(region_module, "AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(region_module, "CHUNK_BYTES", HUGE_PAGE)
+    monkeypatch.setattr(region_module, "PATIENCE_SECONDS", 2.5)
+    monkeypatch.setattr(region_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))  # each takes a second
+    monkeypatch.setattr(region_module, "_take_huge_pages", lambda fd, start, nbytes: asked.append(start))
+    with closing(Region.lay_out("x", 8 * HUGE_PAGE)) as region, closing(reserve(region, 8 * HUGE_PAGE)) as made:
+        made.finish()
+        assert region.taken_bytes == 8 * HUGE_PAGE
+    assert asked == [0, HUGE_PAGE, 2 * HUGE_PAGE]
 
 
 @pytest.mark.promise(
