@@ -84,7 +84,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--quick", action="store_true", help="a tiny model only, not for quoting")
-    parser.add_argument("--sizes", help="comma-separated; default: small,medium,1.5B")
+    parser.add_argument("--sizes", help="comma-separated, large too; default: small,medium,1.5B")
     parser.add_argument("--results", type=Path)
     parser.add_argument(
         "--seconds", type=float, default=500.0, help="in all; sizes that it does not reach are left out"

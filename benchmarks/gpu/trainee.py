@@ -37,6 +37,7 @@ SIZES = {
     "tiny": Size(GPTConfig(layers=2, width=64, heads=2, context=64, dropout=0.0), 4, 3),
     "small": Size(_gpt2(12, 768, 12), 16, 20),
     "medium": Size(_gpt2(24, 1024, 16), 16, 10),
+    "large": Size(_gpt2(36, 1280, 20), 8, 10, period=4, eager=False),
     "1.5B": Size(_gpt2(48, 1600, 25), 8, 6, period=4, eager=False),
 }
 
