@@ -6,6 +6,7 @@ The agent reserves it; a process that has not touched it yet, as each attempt, l
 from __future__ import annotations
 
 import argparse
+import ctypes
 import functools
 import os
 import statistics
@@ -40,15 +41,25 @@ def rate(nbytes: int, work: Callable[[], object]) -> float:
     return nbytes / (time.perf_counter() - started) / 1e9
 
 
+def huge_bytes(region: Region) -> int:
+    """Bytes of a region that are in huge pages, as a mapping sees it that can have them."""
+    with memory.mapped_for_huge_pages(region.fd, 0, region.nbytes) as address:
+        for offset in range(0, region.nbytes, memory.HUGE_PAGE):
+            ctypes.string_at(address + offset, 1)  # mapped from now on
+        text = Path("/proc/self/smaps").read_text().partition(f"\n{address:x}-")[2]
+    return int(text.partition("ShmemPmdMapped:")[2].split()[0]) << 10
+
+
 def measure(nbytes: int, device: torch.device) -> list[float | None]:
-    """Rates of one reservation, in the order of the table; None where there is no device."""
+    """Share of huge pages (%) and rates of one reservation, in the table's order; None where there is no device."""
     with closing(Region.lay_out("page-locks", nbytes)) as made:
 
         def reserve() -> None:
             with closing(Reservation("page-locks", [(made, 0, nbytes)])) as reservation:
                 reservation.finish()
 
-        rates: list[float | None] = [rate(nbytes, reserve)]
+        reserved = rate(nbytes, reserve)
+        rates: list[float | None] = [100 * huge_bytes(made) / nbytes, reserved]
         with closing(Region.open(os.dup(made.fd))) as touched:
             rates.append(rate(nbytes, touched._populate))
         if device.type == "cpu":
@@ -76,18 +87,19 @@ def main() -> None:
     parser.add_argument("--results", type=Path)
     args = parser.parse_args()
     options = Options.of("gpu.page_locks", args.quick, args.results, f" --device {args.device}")
-    report: Report = options.report(TITLE, METHOD, "pages", "reserve", "touch", "lock", "copy")
+    report: Report = options.report(TITLE, METHOD, "pages", "huge, %", "reserve", "touch", "lock", "copy")
     device, nbytes = torch.device("cuda:0" if args.device == "cuda" else "cpu"), PART if args.quick else 4 << 30
     found: dict[str, list[list[float | None]]] = {kind: [] for kind in KINDS}
     for _ in range(1 if args.quick else ROUNDS):
         for kind, advice in KINDS.items():  # by turns
-            with mock.patch.object(memory, "_MADV_COLLAPSE", advice):
+            at_once = 0 if args.quick else memory.AT_ONCE_BYTES
+            with mock.patch.multiple(memory, _MADV_COLLAPSE=advice, AT_ONCE_BYTES=at_once):
                 found[kind].append(measure(nbytes, device))
     for kind, rounds in found.items():
         rates = [[rate for rate in column if rate is not None] for column in zip(*rounds, strict=True)]
         medians = [statistics.median(column) if column else None for column in rates]
-        cells = ("" if median is None else f"{median:.1f}" for median in medians)
-        report.add(kind, *cells, pages=kind, gb_per_second=medians)
+        cells = ("" if median is None else f"{median:.3g}" for median in medians)
+        report.add(kind, *cells, pages=kind, huge=medians[0], gb_per_second=medians[1:])
     report.write()
 
 

@@ -111,7 +111,7 @@ class Batch:
         self._shapes = [shape for _, shape, _ in places]
         self._dtypes = [dtype_of(dtype) for *_, dtype in places]
         if copier.asynchronous:
-            self._places = Places(places)
+            self._places = Places([(offset, (prod(shape),), dtype) for offset, shape, dtype in places])
             return
         sizes = [prod(shape) * ITEM_BYTES[dtype] for _, shape, dtype in places]
         small = [index for index, size in enumerate(sizes) if size <= SMALL_BYTES]
@@ -148,7 +148,7 @@ class Batch:
                 self._copier.copy_as_they_are(places, sources)
             else:
                 for place, source in zip(places, sources, strict=True):
-                    self._copier.copy(place, source)
+                    self._copier.copy(place.view(source.shape), source)
             return True
         if not all(map(_on_host, sources)):
             return False
@@ -210,17 +210,24 @@ class AnchorCopies:
             keys = [(owner.optimizer, tuple(state.key for state in owner.state)) for owner in spec.owners]
             state = [state for owner in spec.owners for state in owner.state]
             live = _LivePiece(param, keys, [cut, *(cut if each.elementwise else None for each in state)])
-            flat = [(offset, (prod(shape),), dtype) for offset, shape, dtype in parts]
+            shapes = [spec.tensor.shape, *(each.shape for each in state)]
+            shaped = [
+                (offset, shape if one is None else (one[1] - one[0],), dtype)
+                for (offset, _, dtype), shape, one in zip(parts, shapes, live.cuts, strict=True)
+            ]
             sources = self._sources_of(live)
-            if sources is not None and _fit(sources, flat, copier):
+            if sources is not None and _fit(sources, shaped, copier):
                 self._live.append((live, mine[piece.param]))
-                places += flat if mine[piece.param] else ()
+                places += shaped if mine[piece.param] else ()
             else:
                 self.rest.append(position)
         self._batch = Batch(places, copier)
 
     def _sources_of(self, piece: _LivePiece) -> list[torch.Tensor] | None:
-        """A piece of a parameter and of its state, each in row-major order; None if they differ from the layout."""
+        """A piece of a parameter and of its state; None if they differ from the layout.
+
+        None, too, for a part of a tensor that is not in row-major order: of such tensors a copy is made, one by one.
+        """
         found = [piece.param if type(piece.param) in _PLAIN else local(piece.param)]
         for optimizer, names in piece.keys:
             state = self._optimizers[optimizer].state.get(piece.param)
@@ -234,10 +241,14 @@ class AnchorCopies:
                     found.append(local(value))
                 else:
                     return None
-        flat = [each if each.ndim == 1 else each.reshape(-1) for each in found]
         if piece.cuts[0] is None:
-            return flat
-        return [each if one is None else each[one[0] : one[1]] for each, one in zip(flat, piece.cuts, strict=True)]
+            return found
+        for index, cut in enumerate(piece.cuts):
+            if cut is not None:
+                if not found[index].is_contiguous():
+                    return None
+                found[index] = found[index].view(-1)[cut[0] : cut[1]]
+        return found
 
     def copy(self, buffer: mmap.mmap, base: int) -> bool:
         """Copy all pieces into the slot that begins at byte `base`, before what follows on the current stream.

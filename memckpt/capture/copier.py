@@ -46,7 +46,10 @@ class Copier(Protocol):
         """Start a copy of `source` into host memory `destination` of the same shape and dtype."""
 
     def copy_as_they_are(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """As :meth:`copy` of each, but whatever the current stream does later may change the sources at once."""
+        """As :meth:`copy` of each, but whatever the current stream does later may change the sources at once.
+
+        A destination has its source's elements in row-major order, in any shape.
+        """
 
     def fetch(self, source: torch.Tensor) -> torch.Tensor:
         """Start a copy of a small tensor into new host memory and return it; readable under the same rule as a slot."""
@@ -99,7 +102,7 @@ class HostCopier:
 
     def copy_as_they_are(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         for destination, source in zip(destinations, sources, strict=True):
-            destination.copy_(source)
+            destination.view(source.shape).copy_(source)
 
     def fetch(self, source: torch.Tensor) -> torch.Tensor:
         return source.detach().to("cpu", copy=True)
@@ -178,8 +181,8 @@ class AcceleratorCopier:
     #: Most memory of the device that is taken at once for tensors that may change.
     RUN_BYTES = 256 << 20
     SMALL_BYTES = SMALL_GRADIENT_BYTES
-    #: Fewest small tensors that are worth a launch; fewer wait for the next one.
-    FEWEST = 32
+    #: Fewest small tensors that are worth a launch of their own; fewer wait for the next one, or so many at most.
+    FEWEST, PARTIAL = 32, 4
 
     def __init__(self, device: torch.device, module: Any = None) -> None:
         self._device = device
@@ -198,8 +201,9 @@ class AcceleratorCopier:
         self._raw_stream = getattr(torch._C, f"_{device.type}_getCurrentRawStream", None)
         #: The current stream as it was last, and its address: torch takes microseconds to make the object.
         self._current: tuple[int, Any] = (-1, None)
+        #: Copies that are not launched; their bytes, without those left by launches, and the number of these launches.
         self._bucket: list[Copy] = []
-        self._bucket_bytes = 0
+        self._bucket_bytes = self._partial = 0
         #: Streams that produced the tensors in the bucket: fully_shard reduces gradients on a stream of its own.
         self._sources: set[Any] = set()
         #: Sources of launched copies, and the streams that produced them, until these have been made to wait.
@@ -234,10 +238,12 @@ class AcceleratorCopier:
     def _current_stream(self) -> Any:
         if self._raw_stream is None:
             return self._module.current_stream(self._index)
+        known, stream = self._current
         raw = self._raw_stream(self._index)
-        if raw != self._current[0]:
-            self._current = raw, self._module.current_stream(self._index)
-        return self._current[1]
+        if raw != known:
+            stream = self._module.current_stream(self._index)
+            self._current = raw, stream
+        return stream
 
     def copy_as_they_are(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Copies within the device first, at fifty times the link's rate; where it has no memory left it waits."""
@@ -246,14 +252,15 @@ class AcceleratorCopier:
             if source.device.type == self._device.type:
                 here.append((destination, source))
             else:
-                destination.copy_(source)
+                destination.view(source.shape).copy_(source)
         for run in _runs(here, self.RUN_BYTES):
-            try:
-                self.copy(*_gather(run))
-            except torch.OutOfMemoryError:
-                for destination, source in run:
-                    self.copy(destination, source)
-                self.wait_before_changes()
+            gathered = _gathered(run)
+            if gathered is not None:
+                self.copy(*gathered)
+                continue
+            for place, source in run:
+                self.copy(place.view(source.shape), source)
+            self.wait_before_changes()
 
     def fetch(self, source: torch.Tensor) -> torch.Tensor:
         source = source.detach()
@@ -264,16 +271,15 @@ class AcceleratorCopier:
         return host
 
     def _launch(self, whole: bool = True) -> None:
-        """Launch what is in the bucket; unless it is to be `whole`, without small tensors that are few."""
+        """Launch what is in the bucket; unless it is to be `whole`, mostly without small tensors that are few."""
         with self._lock:
             small = [each for each in self._bucket if each[1].nbytes <= self.SMALL_BYTES]
             large = [each for each in self._bucket if each[1].nbytes > self.SMALL_BYTES]
-            self._bucket = [] if whole or len(small) >= self.FEWEST else small
-            self._bucket_bytes = sum(source.nbytes for _, source in self._bucket)
-            launched = large if self._bucket else large + small
+            left = [] if whole or len(small) >= self.FEWEST or self._partial == self.PARTIAL else small
+            launched = large if left else large + small
             if not launched:
                 return
-            sources, self._sources = self._sources, set(self._sources) if self._bucket else set()
+            sources, self._sources = self._sources, set(self._sources) if left else set()
             for made_on in sources:
                 self._stream.wait_stream(made_on)
             times, began = self._times, self._mark_time(self._stream)
@@ -284,13 +290,15 @@ class AcceleratorCopier:
                     for destination, source in large:
                         _copy_in_parts(destination, source, self.PART_BYTES)
                     for run in _runs(launched[len(large) :], self.RUN_BYTES):
-                        destination, source = _gather(run) if len(run) > 1 else run[0]
-                        _copy_in_parts(destination, source, self.PART_BYTES)
+                        gathered = _gathered(run) if len(run) > 3 else None
+                        for destination, source in run if gathered is None else [gathered]:
+                            _copy_in_parts(destination, source, self.PART_BYTES)
                 finally:
                     torch.accelerator.set_stream(current)
-            self._held += [source for _, source in launched]
-            self._made_on |= sources
-            self._ticket += not self._bucket
+                    self._bucket, self._bucket_bytes, self._partial = left, 0, self._partial + 1 if left else 0
+                    self._held += [source for _, source in launched]
+                    self._made_on |= sources
+            self._ticket += not left
             self._launched.append((self._mark(), self._ticket))
             if times is not None:
                 times.nbytes += sum(source.nbytes for _, source in launched)
@@ -493,8 +501,11 @@ def _runs(copies: Sequence[Copy], most_bytes: int) -> Iterator[list[Copy]]:
         yield run
 
 
-def _gather(run: Sequence[Copy]) -> Copy:
-    """A copy of the run's sources on their device, laid out like their places; and the place of all of them."""
+def _gathered(run: Sequence[Copy]) -> Copy | None:
+    """A copy of the run's sources on their device, laid out like their places; and the place of all of them.
+
+    None: the device has no memory for it.
+    """
     first, source = run[0]
     sizes: list[int] = []
     start = end = first.data_ptr()
@@ -503,13 +514,16 @@ def _gather(run: Sequence[Copy]) -> Copy:
         sizes += (address - end) // first.itemsize, place.numel()
         end = address + place.nbytes
     total = (end - start) // first.itemsize
-    # What lies between places is padding, and remains zero.
-    gathered = (torch.zeros if any(sizes[::2]) else torch.empty)(total, dtype=first.dtype, device=source.device)
-    rows = gathered.split_with_sizes(sizes)[1::2]
+    try:
+        # What lies between places is padding, and remains zero.
+        made = (torch.zeros if any(sizes[::2]) else torch.empty)(total, dtype=first.dtype, device=source.device)
+    except torch.OutOfMemoryError:
+        return None
+    rows = made.split_with_sizes(sizes)[1::2]
     with torch.no_grad():
         shaped = [row if each.ndim == 1 else row.view(each.shape) for row, (_, each) in zip(rows, run, strict=True)]
         torch._foreach_copy_(shaped, [each for _, each in run])
-    return first.as_strided((total,), (1,)), gathered
+    return first.as_strided((total,), (1,)), made
 
 
 def device_of(tensors: Mapping[str, torch.Tensor]) -> torch.device:

@@ -346,20 +346,18 @@ class SlotWriter:
         """
         missing: list[tuple[int, int, str]] = []
         plain: dict[int, dict[int, dict[str, Any]]] = {}
-        kept: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
 
-        def keep(destination: torch.Tensor, source: torch.Tensor) -> None:
-            kept[0].append(destination)
-            kept[1].append(source)
+        def copy_as_it_is(destination: torch.Tensor, source: torch.Tensor) -> None:
+            self._copier.copy_as_they_are([destination], [source])
 
+        copy = copy_as_it_is if as_they_are else self._copier.copy
         base = self.layout.slot_offset(record)
         due, places = self.layout.due(record), self._anchor_parts[record % self.spec.period]
         for position in range(len(due)) if positions is None else positions:
             views = [
                 tensor_at(self._slots.map, base + offset, shape, dtype) for offset, shape, dtype in places[position]
             ]
-            self._stage_piece(due[position], views, missing, plain, keep if as_they_are else self._copier.copy)
-        self._copier.copy_as_they_are(*kept)
+            self._stage_piece(due[position], views, missing, plain, copy)
         return tuple(missing), codec.encode(plain) if plain else b""
 
     def _stage_piece(

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from memckpt.errors import MemoryBudgetError
 from memckpt.memory.budget import check_budget
-from memckpt.state.layout import Layout, aligned
+from memckpt.state.layout import PAGE, Layout, aligned
 from memckpt.user_messages import short_number
 
 _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 23, 25  # Linux 5.14 and 6.1; mmap has no names for them
@@ -240,26 +240,31 @@ def mapped_for_huge_pages(fd: int, start: int, nbytes: int) -> Iterator[int]:
         found = _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags | map_fixed, fd, start)
         if found != address:
             raise OSError(ctypes.get_errno(), "mmap")
+        _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.MADV_DONTFORK)
         yield address
 
 
-def _take_huge_pages(fd: int, start: int, nbytes: int) -> None:
+def _take_huge_pages(fd: int, start: int, nbytes: int) -> bool:
     """Reserve a range of a file in huge pages, as far as the kernel has some; the rest remains to be reserved.
+
+    Returns False if it gives none at all on request.
 
     A process that maps them pays for fewer faults, and locks them ten times as fast. The kernel is asked for each, as
     shared memory gets none by default.
     """
     first, end = aligned(start, HUGE_PAGE), (start + nbytes) // HUGE_PAGE * HUGE_PAGE
     if end <= first:
-        return
+        return True
     try:
         with mapped_for_huge_pages(fd, first, end - first) as address:
             for offset in range(first, end, HUGE_PAGE):
-                os.posix_fallocate(fd, offset, 1)  # the kernel makes no huge page where there is none at all
+                # The kernel makes one where there is a page, and on that one's node: by turns, where they are spread.
+                os.posix_fallocate(fd, offset + offset // HUGE_PAGE % (HUGE_PAGE // PAGE) * PAGE, 1)
             # In one call: each waits for all processors. It ends where the kernel has none left.
-            _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(end - first), _MADV_COLLAPSE)
+            refused = _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(end - first), _MADV_COLLAPSE) != 0
+            return not (refused and ctypes.get_errno() == errno.EINVAL)
     except OSError:  # for want of memory: it is reserved in pages of the usual size, or that says what is lacking
-        return
+        return True
 
 
 #: The largest memory that is reserved while the caller waits, in bytes; it takes some milliseconds.
@@ -309,9 +314,9 @@ class Reservation:
                     chunk = min(CHUNK_BYTES, offset + length - start)
                     if patience > 0:
                         began = time.monotonic()
-                        _take_huge_pages(region.fd, start, chunk)
+                        is_given = _take_huge_pages(region.fd, start, chunk)
                         spare = chunk / HUGE_PAGE / HUGE_PAGES_PER_SECOND - (time.monotonic() - began)
-                        patience = min(patience + spare, PATIENCE_SECONDS)
+                        patience = min(patience + spare, PATIENCE_SECONDS) if is_given else 0.0
                     _fallocate(region.fd, start, chunk)
                     self.reserved += chunk
         except OSError as error:  # raised by `finish`

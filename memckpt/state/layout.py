@@ -64,7 +64,10 @@ class Piece:
 
 
 class Layout:
-    """Offsets in slots, static region and replica: a pure function of the spec, the same on ranks and in the agent."""
+    """Offsets in slots, static region and replica: a pure function of the spec, the same on ranks and in the agent.
+
+    Another order of places needs another version of the protocol, and of that between agents.
+    """
 
     def __init__(self, spec: StateSpec) -> None:
         self.spec = spec
@@ -192,9 +195,10 @@ class Layout:
         self.shared = [at for at, tensor in enumerate(spec.by_value) if tensor.name in shared_names]
         held_once = set(self.shared)
         shared = own = 0
-        self._by_value_places: list[int] = []
-        for at, tensor in enumerate(spec.by_value):
-            self._by_value_places.append(shared if at in held_once else own)
+        self._by_value_places = [0] * len(spec.by_value)
+        # Those of one dtype lie side by side: copies from a device take several of them at once.
+        for at, tensor in sorted(enumerate(spec.by_value), key=lambda each: each[1].dtype):
+            self._by_value_places[at] = shared if at in held_once else own
             if at in held_once:
                 shared += aligned(tensor.nbytes)
             else:

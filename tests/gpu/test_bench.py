@@ -64,6 +64,7 @@ def test_quick_page_locks(tmp_path: Path, device: str) -> None:
     subprocess.run([*command, "--results", str(tmp_path)], cwd=_ROOT, check=True, timeout=200)
     report = json.loads((tmp_path / "gpu.page_locks.json").read_text())
     assert [row["pages"] for row in report["rows"]] == ["huge", "ordinary"]
+    assert [row["huge"] for row in report["rows"]] in ([100, 0], [0, 0])  # before Linux 6.1 there are none on request
     rates = [rate for row in report["rows"] for rate in row["gb_per_second"]]
     assert all(rate > 0 for rate in rates if rate is not None)
     assert (None in rates) == (measured == "cpu")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memckpt.capture.copier import AcceleratorCopier
 from tests.support.late import device as late
 from tests.support.late.children import run_in_child
+
+#: Elements of tensors: some side by side are small.
+SIZES = (700, 30, 3, 5, 5, 7, 1, 700, 20)
 
 
 def copier_of() -> AcceleratorCopier:
@@ -127,33 +132,60 @@ def commits_outside_of_the_streams_that_train() -> None:
     assert late.races() == []
 
 
+def no_memory(*sizes: Any, **options: Any) -> torch.Tensor:
+    raise torch.OutOfMemoryError("expected a few bytes of the device, found no memory")
+
+
 def what_is_copied_as_it_is_may_change_at_once() -> None:
     """Without memory for a copy on the device, the stream that changes it waits; the host does not."""
-    gather: Any = torch._foreach_copy_
-
-    def refuse(places: Any, sources: Any) -> None:
-        raise torch.OutOfMemoryError("expected a copy of a few bytes, found no memory")
-
     late.be_slow(0, 500)
-    for gathering in (gather, refuse, gather):
+    for refused in (False, True, False):
         copier, slot = copier_of(), Slot(random.Random(3))
-        copier.SMALL_BYTES = 0  # only the copies within the device are refused
-        sizes = (700, 30, 3, 700, 5, 5, 20)
-        sources = [torch.full((size,), float(value), device="late") for value, size in enumerate(sizes, 1)]
-        sources.append(torch.full((9,), 8.0))
+        sources = [torch.full((size,), float(value), device="late") for value, size in enumerate(SIZES, 1)]
+        sources.append(torch.full((9,), 1.0 + len(SIZES)))
         places = [slot.place(len(source)) for source in sources]
         late.take_waits()
-        torch._foreach_copy_ = gathering
-        copier.copy_as_they_are(places, sources)
-        torch._foreach_copy_ = gather
+        with mock.patch.multiple(torch, empty=no_memory, zeros=no_memory) if refused else contextlib.nullcontext():
+            copier.copy_as_they_are(places, sources)
         for source in sources:
             source.zero_()
         assert late.take_waits() == {}
         copier.token()()
-        assert [place.unique().tolist() for place in places] == [[float(value)] for value in range(1, 9)]
+        assert [place.unique().tolist() for place in places] == [[float(value)] for value in range(1, 2 + len(SIZES))]
         assert slot.is_untouched_beside_places()
         copier.wait_before_changes()
     assert late.races() == []
+
+
+def a_launch_for_which_the_device_has_no_memory_is_whole() -> None:
+    copier, slot = copier_of(), Slot(random.Random(3))
+    copier.BUCKET_BYTES = 1 << 20
+    sources = [torch.full((size,), float(value), device="late") for value, size in enumerate(SIZES, 1)]
+    places = [begin_copy(copier, source, slot) for source in sources]
+    ticket = copier.ticket()
+    with mock.patch.multiple(torch, empty=no_memory, zeros=no_memory):
+        copier.wait_before_changes()
+    for source in sources:
+        source.zero_()
+    assert copier.ticket() == ticket
+    copier.token()()
+    assert copier.done() == ticket
+    assert [place.unique().tolist() for place in places] == [[float(value)] for value in range(1, 1 + len(SIZES))]
+    assert late.races() == []
+
+
+def few_small_tensors_wait_for_no_more_than_some_launches() -> None:
+    """Else a gradient of a killed backward that has landed would not be known to have."""
+    copier = copier_of()
+    copier.FEWEST = 100
+    begin_copy(copier, torch.ones(3, device="late"))
+    tickets = []
+    for _ in range(2 * copier.PARTIAL):
+        begin_copy(copier, torch.ones(700, device="late"))
+        tickets.append(copier.ticket())
+    copier.token()()
+    assert tickets == [1] * (copier.PARTIAL + 1) + list(range(2, 1 + copier.PARTIAL))
+    copier.wait_before_changes()
 
 
 class Copied(TorchDispatchMode):
@@ -226,6 +258,8 @@ def nothing_is_launched_or_waited_for_in_a_graph() -> None:
         copies_begin_and_sources_change_on_any_stream,
         commits_outside_of_the_streams_that_train,
         what_is_copied_as_it_is_may_change_at_once,
+        a_launch_for_which_the_device_has_no_memory_is_whole,
+        few_small_tensors_wait_for_no_more_than_some_launches,
         memory_is_its_owners_again_before_copies_have_ended,
         no_launch_is_long,
         nothing_is_launched_or_waited_for_in_a_graph,

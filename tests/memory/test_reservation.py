@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import threading
@@ -14,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 import memckpt
+from benchmarks.gpu.page_locks import huge_bytes
 from memckpt.config import AgentConfig
 from memckpt.errors import MemoryBudgetError
 from memckpt.memory import region as region_module
@@ -64,15 +64,6 @@ def reserve(region: Region, nbytes: int) -> Reservation:
     return Reservation("x", [(region, 0, nbytes)])
 
 
-def huge_bytes(region: Region) -> int:
-    """Bytes of a region that are in huge pages, as a mapping sees it that can have them."""
-    with region_module.mapped_for_huge_pages(region.fd, 0, region.nbytes) as address:
-        ctypes.string_at(address, region.nbytes)  # read: mapped from now on
-        with open("/proc/self/smaps") as maps:
-            text = maps.read().partition(f"\n{address:x}-")[2]
-    return int(text.partition("ShmemPmdMapped:")[2].split()[0]) << 10
-
-
 def test_memory_comes_in_huge_pages_where_the_kernel_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(region_module, "AT_ONCE_BYTES", 0)
     monkeypatch.setattr(region_module, "PATIENCE_SECONDS", 60.0)
@@ -109,7 +100,7 @@ def test_huge_pages_that_come_slowly_are_not_waited_for(monkeypatch: pytest.Monk
     monkeypatch.setattr(region_module, "CHUNK_BYTES", HUGE_PAGE)
     monkeypatch.setattr(region_module, "PATIENCE_SECONDS", 2.5)
     monkeypatch.setattr(region_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))  # each takes a second
-    monkeypatch.setattr(region_module, "_take_huge_pages", lambda fd, start, nbytes: asked.append(start))
+    monkeypatch.setattr(region_module, "_take_huge_pages", lambda fd, start, nbytes: asked.append(start) is None)
     with closing(Region.lay_out("x", 8 * HUGE_PAGE)) as region, closing(reserve(region, 8 * HUGE_PAGE)) as made:
         made.finish()
         assert region.taken_bytes == 8 * HUGE_PAGE

@@ -32,7 +32,7 @@ class DeferredCopier(HostCopier):
 
     def copy_as_they_are(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         for destination, source in zip(destinations, sources, strict=True):
-            self.copy(destination, source.clone())
+            self.copy(destination.view(source.shape), source.clone())
 
     def fetch(self, source: torch.Tensor) -> torch.Tensor:
         host = torch.empty_like(source.detach(), device="cpu")
