@@ -5,6 +5,7 @@ SHARE  ?= 1/1
 CASES  ?= 2
 MINUTES ?= 30
 PROGRAMS ?= 1000
+DEVICE ?= cpu
 # Two test processes side by side; what trainings share is made once for the tests of a file.
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
@@ -52,8 +53,8 @@ test-all: setup $(DOCS_STAMP)  ## Run the slow tests, too: CASES=2 cases of each
 soak: setup  ## A failure every few seconds, of all kinds: MINUTES=30 SEED=7 (docs/faults.md)
 	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
-soak-programs: setup  ## Generated trainings, killed and compared: PROGRAMS=1000 SEED=7
-	$(BIN)/python -m tests.fuzzing.trainings.soak --programs $(PROGRAMS) $(if $(SEED),--seed $(SEED))
+soak-programs: setup  ## Generated trainings, killed and compared: PROGRAMS=1000 SEED=7, DEVICE=late on the late device
+	$(BIN)/python -m tests.fuzzing.trainings.soak --programs $(PROGRAMS) $(if $(SEED),--seed $(SEED)) --device $(DEVICE)
 
 # No .venv here: whatever Python has torch for the GPU, and the dependencies, will do.
 GPU_NEEDS = torch numpy msgspec xxhash zmq pyeclib fsspec safetensors rich typer

@@ -17,6 +17,7 @@ from torch import nn
 import memckpt
 
 RUN = os.environ.get("PROGRAM_RUN", "")
+DEVICE = os.environ.get("PROGRAM_DEVICE", "cpu")
 
 
 def seed(value):
@@ -41,7 +42,7 @@ def at(point, step):
 def plain(value, strides=True):
     """What JSON takes, equal to another if and only if all bits are."""
     if isinstance(value, torch.Tensor):
-        raw = (value.detach().to_dense() if value.is_sparse else value.detach()).contiguous().flatten()
+        raw = (value.detach().to_dense() if value.is_sparse else value.detach()).cpu().contiguous().flatten()
         digest = hashlib.md5(raw.view(torch.uint8).numpy().tobytes() if raw.numel() else b"").hexdigest()[:8]
         return f"{value.dtype} {list(value.shape)} {value.stride() if strides and not value.is_sparse else ''} {digest}"
     if isinstance(value, dict):
@@ -59,7 +60,9 @@ def end(model, opts, **others):
     note("end", "modes", [[name, module.training] for name, module in model.named_modules()])
     # Element-wise steps take state in any layout; where others do not, losses show it.
     note("end", "optimizers", plain([opt.state_dict() for opt in opts], strides=False))
-    note("end", "generators", plain([torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()]))
+    device = [] if DEVICE == "cpu" else [torch.get_device_module(DEVICE).get_rng_state()]
+    states = [torch.get_rng_state(), *device, np.random.get_state()[1].tolist(), random.getstate()]
+    note("end", "generators", plain(states))
     note("end", "others", plain(others))
 
 

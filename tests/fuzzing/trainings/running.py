@@ -23,6 +23,7 @@ from memckpt.errors import MemckptError
 from tests.fuzzing.trainings.programs import Program, fits, simpler
 from tests.fuzzing.trainings.text import text
 from tests.support.cluster.processes import kill_and_wait
+from tests.support.trainings.engine_child import use_device
 from tests.support.trainings.engine_harness import Child, Lab, import_ahead
 
 #: Longest life of an attempt, in seconds.
@@ -107,16 +108,16 @@ def import_everything(*frameworks: str) -> None:
     torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 0.2
 
 
-def run(program: Program) -> Verdict:
+def run(program: Program, device: str = "cpu") -> Verdict:
     """Run a program without memckpt, then with both kills; returns the verdict."""
     started = time.monotonic()
     with _lab() as lab:
-        verdict = _Run(lab, program).verdict()
+        verdict = _Run(lab, program, device).verdict()
     verdict.seconds = time.monotonic() - started
     return verdict
 
 
-def minimal(program: Program, verdict: Verdict, runs: int = 60) -> tuple[Program, Verdict]:
+def minimal(program: Program, verdict: Verdict, runs: int = 60, device: str = "cpu") -> tuple[Program, Verdict]:
     """The simplest program found in so many runs that is wrong in the same way, and its verdict."""
     tried = {program}
     untried = simpler(program)
@@ -125,7 +126,7 @@ def minimal(program: Program, verdict: Verdict, runs: int = 60) -> tuple[Program
             continue
         tried.add(candidate)
         runs -= 1
-        found = run(candidate)
+        found = run(candidate, device)
         if found.wrong and found.way == verdict.way:
             program, verdict, untried = candidate, found, simpler(candidate)
     return program, verdict
@@ -143,10 +144,10 @@ def _lab() -> Iterator[Lab]:
 
 
 class _Run:
-    def __init__(self, lab: Lab, program: Program) -> None:
-        self._lab, self._program = lab, program
+    def __init__(self, lab: Lab, program: Program, device: str) -> None:
+        self._lab, self._program, self._device = lab, program, device
         self._directory = lab.directory
-        (self._directory / "program.py").write_text(text(program))
+        (self._directory / "program.py").write_text(text(program, device))
         self._logs: list[str] = []
 
     def verdict(self) -> Verdict:
@@ -178,6 +179,7 @@ class _Run:
     def _attempt(self, run_dir: Path | None, kill: str, number: int) -> tuple[int, str]:
         notes = self._directory / ("notes" if run_dir is not None else "expected")
         environment = {
+            "PROGRAM_DEVICE": self._device,
             "PROGRAM_KILL": kill,
             "PROGRAM_NUMBER": str(number),
             "PROGRAM_NOTES": str(notes),
@@ -271,6 +273,8 @@ def _train(directory: Path, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     os.setpgid(0, 0)
     sys.path.insert(0, str(directory))
+    use_device(environment["PROGRAM_DEVICE"])
+    torch.set_default_device(None)  # a program says what it makes there: its loaders shuffle on the CPU
     importlib.import_module("program").train()
 
 

@@ -41,6 +41,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="the first one's; those that follow take the next ones")
     parser.add_argument("--processes", type=int, default=2, help="for plain loops; half as many for others")
     parser.add_argument("--scripts", type=Path, default=Path("build/programs"), help="where wrong ones are written to")
+    parser.add_argument("--device", default="cpu", help="cuda, or late: plain loops train there")
     parser.add_argument("--all", action="store_true", help="with what is known to be wrong, too")
     parser.add_argument("--named", type=re.compile, help="only programs in whose name this pattern is found")
     args = parser.parse_args()
@@ -51,13 +52,16 @@ def main() -> int:
     ways: Counter[str] = Counter()
     started = time.monotonic()
     known: Collection[str] = () if args.all else KNOWN
-    each = ((seed, drawn(seed, known, LOOPS)) for seed in itertools.count(first))
+    loops = LOOPS if args.device == "cpu" else ("plain",)
+    each = ((seed, drawn(seed, known, loops)) for seed in itertools.count(first))
     named = ((seed, program) for seed, program in each if args.named is None or args.named.search(str(program)))
-    outcomes = _outcomes(itertools.islice(named, args.programs), args.processes)
+    outcomes = _outcomes(itertools.islice(named, args.programs), args.processes, args.device)
     for number, (seed, script, verdict) in enumerate(outcomes, 1):
         counted[verdict.kind] += 1
         if verdict.kind in ("wrong", "invalid"):
             ways[f"{verdict.kind}: {verdict.way}"] += 1
+        # What a program makes on the CPU goes with a model there only.
+        if verdict.wrong or (verdict.kind == "invalid" and args.device == "cpu"):
             path = args.scripts / f"{verdict.kind}_{seed}.py"
             path.write_text(script)
             lines = [f"seed {seed}: {verdict.kind}: {verdict.why}", *verdict.details, f"in {path}"]
@@ -72,7 +76,9 @@ def main() -> int:
     return 1 if counted["wrong"] else 0
 
 
-def _outcomes(programs: Iterable[tuple[int, Program]], processes: int) -> Iterator[tuple[int, str, Verdict]]:
+def _outcomes(
+    programs: Iterable[tuple[int, Program]], processes: int, device: str
+) -> Iterator[tuple[int, str, Verdict]]:
     """Seeds of the programs with their scripts and verdicts, as they come.
 
     What imports frameworks costs twice as much to fork: plain loops are run by processes without them.
@@ -83,7 +89,7 @@ def _outcomes(programs: Iterable[tuple[int, Program]], processes: int) -> Iterat
     with plain, framed:
         waiting: list[Future[tuple[int, str, Verdict]]] = []
         for seed, program in programs:
-            waiting.append((plain if program.loop == "plain" else framed).submit(_outcome, seed, program))
+            waiting.append((plain if program.loop == "plain" else framed).submit(_outcome, seed, program, device))
             ended = [each for each in waiting if each.done()]
             waiting = [each for each in waiting if each not in ended]
             yield from (each.result() for each in ended)
@@ -95,16 +101,16 @@ def _prepare(*frameworks: str) -> None:
     multiprocessing.set_start_method("fork", force=True)  # for loaders' workers, as in a process of a user's
 
 
-def _outcome(seed: int, program: Program) -> tuple[int, str, Verdict]:
+def _outcome(seed: int, program: Program, device: str) -> tuple[int, str, Verdict]:
     try:
-        verdict = run(program)
+        verdict = run(program, device)
         if verdict.wrong and any(each in verdict.why for each in _LATE):
-            verdict = run(program)
-        elif verdict.wrong and (again := run(program)).way == verdict.way:
-            program, verdict = minimal(program, again)
+            verdict = run(program, device)
+        elif verdict.wrong and (again := run(program, device)).way == verdict.way:
+            program, verdict = minimal(program, again, device=device)
     except Exception:
         verdict = Verdict("invalid", "the harness failed", [traceback.format_exc()])
-    return seed, text(program), verdict
+    return seed, text(program, device), verdict
 
 
 if __name__ == "__main__":

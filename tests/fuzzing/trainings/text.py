@@ -17,12 +17,14 @@ from tests.fuzzing.trainings.steps import DATA, FRAMES, STYLES
 STEPS, EPOCHS = 20, 3
 
 
-def text(program: Program) -> str:
-    """The program as a script, with its harness."""
+def text(program: Program, device: str = "cpu") -> str:
+    """The program as a script, with its harness; a plain loop may train on a device."""
     kills = [f"{point} {step}" for point, step in program.kills]
     head = f'"""{textwrap.fill(str(program), 116)}"""'
     tail = f'if __name__ == "__main__":\n    main({kills}, {100 * program.reseeded})\n'
-    return "\n\n\n".join([f"{head}\n\n{_harness()}".rstrip(), f"# The program\n\n{_Text(program).body()}", tail])
+    return "\n\n\n".join(
+        [f"{head}\n\n{_harness()}".rstrip(), f"# The program\n\n{_Text(program, device).body()}", tail]
+    )
 
 
 @functools.cache
@@ -31,8 +33,8 @@ def _harness() -> str:
 
 
 class _Text:
-    def __init__(self, program: Program) -> None:
-        self._program = program
+    def __init__(self, program: Program, device: str) -> None:
+        self._program, self._device = program, device
         self._model, self._data = MODELS[program.model], DATA[program.data]
         self._style = STYLES[program.style]
         self._opts = [OPTIMIZERS[each] for each in program.optimizers]
@@ -73,6 +75,7 @@ class _Text:
     def _batch(self, commit: str) -> str:
         return _lines(
             self._data.step,
+            "" if self._device == "cpu" else "x, y = x.to(DEVICE), y.to(DEVICE)",
             self._all("start"),
             self._core(),
             'at("stepped", step)',
@@ -102,7 +105,7 @@ class _Text:
         return (
             _lines(
                 "seed(1)",
-                f"model = {self._model.make}",
+                f"model = {self._model.make}" + ("" if self._device == "cpu" else ".to(DEVICE)"),
                 self._makes,
                 self._style.made,
                 self._all("made"),
