@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -36,7 +37,7 @@ the page-locked copy it is that copy back. `dcp.async_save` writes to a disk aft
 Arm = Callable[[Size, torch.device], Figures]
 
 
-def arms_of(size: Size) -> dict[str, Arm]:
+def arms_of(size: Size, pattern: str = "") -> dict[str, Arm]:
     found: dict[str, Arm] = {"nothing": arms.nothing}
     found[f"memckpt, lazy T={size.period}"] = functools.partial(arms.protected, redo="lazy")
     if size.eager:
@@ -44,13 +45,13 @@ def arms_of(size: Size) -> dict[str, Arm]:
     found["nothing, again"] = arms.nothing
     found["page-locked copy of the state"] = arms.pinned_copy
     found["dcp.async_save"] = arms.async_save  # last, as it may take all the time that is left
-    return found
+    return {arm: run for arm, run in found.items() if re.search(pattern, arm)}
 
 
-def measure(name: str, device: torch.device, result: Path) -> None:
+def measure(name: str, device: torch.device, result: Path, pattern: str = "") -> None:
     """Measure all arms of one size; the failure of an arm is reported and does not affect others."""
     size, found = SIZES[name], {}
-    for arm, run in arms_of(size).items():
+    for arm, run in arms_of(size, pattern).items():
         try:
             found[arm] = dataclasses.asdict(run(size, device))
         except Exception as error:  # an arm that lost its protection, too: the others are still worth their time
@@ -85,6 +86,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--quick", action="store_true", help="a tiny model only, not for quoting")
     parser.add_argument("--sizes", help="comma-separated, large too; default: small,medium,1.5B")
+    parser.add_argument("--arms", default="", help="only arms in whose name this pattern is found")
     parser.add_argument("--results", type=Path)
     parser.add_argument(
         "--seconds", type=float, default=500.0, help="in all; sizes that it does not reach are left out"
@@ -92,7 +94,7 @@ def main() -> None:
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
-        measure(args.measure[0], torch.device(args.device), Path(args.measure[1]))
+        measure(args.measure[0], torch.device(args.device), Path(args.measure[1]), args.arms)
         return
     sizes = (args.sizes or ("tiny" if args.quick else "small,medium,1.5B")).split(",")
     options = Options.of("gpu", args.quick, args.results, f" --device {args.device}")
@@ -108,6 +110,7 @@ def main() -> None:
             result = Path(directory) / "result.json"
             result.unlink(missing_ok=True)
             process = [sys.executable, "-m", "benchmarks.gpu", "--device", args.device, "--measure", name, str(result)]
+            process += ["--arms", args.arms]
             environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
             try:
                 subprocess.run(process, check=False, env=environment, timeout=ends.left())

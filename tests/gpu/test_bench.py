@@ -31,7 +31,7 @@ def test_an_arm_that_fails_is_named_and_the_others_are_measured(
     def plain(size: Size, device: torch.device) -> Figures:
         return Figures(step_ms=[1.0])
 
-    monkeypatch.setattr(command, "arms_of", lambda size: {"a": refused, "b": unprotected, "c": plain})
+    monkeypatch.setattr(command, "arms_of", lambda size, pattern: {"a": refused, "b": unprotected, "c": plain})
     result = tmp_path / "result"
     command.measure("tiny", torch.device("cpu"), result)
     report = Options.of("gpu", True, tmp_path, "").report("title", "method", *(["column"] * 9))
