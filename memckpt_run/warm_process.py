@@ -155,7 +155,7 @@ def _import(order: Import, file: int) -> tuple[Ready | Refused, Imported]:
         sys.path[:] = before
     problems = traces.problems() + _environment_problems(recorded, traces) + _misplaced(recorded.modules)
     if problems:
-        return Refused("; ".join(problems[:3]), traces.packages()), Imported()
+        return Refused("; ".join(problems[:3]), traces.packages(order.without)), Imported()
     recording.forked = True
     gc.collect()
     gc.freeze()  # what a collection in a fork would write to, and so copy
@@ -278,8 +278,12 @@ _READ_BY_LIBRARIES = (
 )  # fmt: skip
 
 
-#: A module that is not known.
-_SOME = "a module"
+#: A module that is not known, and what no module has imported.
+_SOME, _START = "a module", "the start"
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
 
 
 class Traces:
@@ -293,7 +297,9 @@ class Traces:
         self.descriptors: dict[int, str] = {}
         self.random: dict[str, str] = {}
         self.read: dict[str, str] = {}
-        self._stack = ["the start"]
+        self._stack = [_START]
+        #: What has imported each package first.
+        self._importers: dict[str, str] = {}
         self._walked: set[str] = set()
         self._threads = threads_of_process()
         self._descriptors = set(descriptors_of_process())
@@ -309,6 +315,9 @@ class Traces:
             yield
 
     def _execute(self, original: Callable[..., None], loader: Any, module: Any) -> None:
+        package, importer = _package(module.__name__), _package(self._stack[-1])
+        if package != importer:
+            self._importers.setdefault(package, importer)
         self._stack.append(module.__name__)
         self._walked.clear()
         try:
@@ -352,9 +361,15 @@ class Traces:
         """Why attempts cannot be forked from this process, each naming a module where it is known."""
         return sorted({f"{module} {what} as it is imported" for module, what in self._found()})
 
-    def packages(self) -> list[str]:
-        """The packages of these modules, as far as known."""
-        return sorted({module.partition(".")[0] for module, _ in self._found()} - {_SOME})
+    def packages(self, without: Collection[str] = ()) -> list[str]:
+        """The packages of these modules, as far as known; in place of one among `without` what has imported it."""
+        found = set()
+        for module, _ in self._found():
+            package = _package(module)
+            while package in without:
+                package = self._importers.get(package, _START)
+            found.add(package)
+        return sorted(found - {_SOME, _START})
 
     def _found(self) -> list[tuple[str, str]]:
         pools_end()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._inductor import config as inductor
 from torch.nn import functional
 
 from memckpt.state import rng
@@ -63,6 +64,7 @@ class Inductor(Training):
 
     def watch_points(self) -> None:
         backend = "inductor" if self.device_type == "cuda" else "eager"
+        inductor.compile_threads = 1  # its processes outlive a killed trainer by seconds
         self.compiled = torch.compile(self.model, backend=backend)
 
     def loss(self, step: int) -> Tensor:
