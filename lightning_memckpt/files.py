@@ -100,12 +100,9 @@ class Tables:
             for writer in self._writers()
         }
 
-    def unfollow_files(self, *, finished: bool) -> None:
-        """Stop following the files; `finished`: their rows are not needed again."""
+    def unfollow_files(self) -> None:
+        """Stop following the files. Second names stay: who starts a finished training again deletes the first ones."""
         self._shadows.remove_all()
-        for path in self._saved if finished else ():
-            if os.path.lexists(_kept(path)):
-                os.unlink(_kept(path))
         self._saved = {}
 
 

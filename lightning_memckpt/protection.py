@@ -307,7 +307,7 @@ class Protection:
         self._shadows.remove_all()
         self._loaders.release()
         if self._fit_state is not None:
-            self._fit_state.tables.unfollow_files(finished=finished and self._pending is None)
+            self._fit_state.tables.unfollow_files()
         session, self._session = self._session, None
         if session is not None:
             session.close(finished=finished, keep_held=self._pending is not None)

@@ -130,6 +130,8 @@ class Reentry:
             self._max_steps = epoch_loop.max_steps
             epoch_loop.max_steps = epoch_loop.global_step + 1
         if self._validation_owed:
+            # Else an epoch that is over would end before its validation: one of a fit before, as a Tuner's, counts.
+            self._internals.set_val_has_run(False)
             # Lightning decides again, from the clock or from should_stop; the killed process's decision holds.
             self._shadows.put(epoch_loop, "_should_check_val_fx", lambda original, *args: True)
             self._shadows.put(epoch_loop, "on_advance_end", self._end_advance)

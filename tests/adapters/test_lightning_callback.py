@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import pickle
@@ -162,6 +163,41 @@ def test_a_tuner_before_training_is_left_alone(tmp_path: Path, sessions: Session
     found = fit(MemCheckpoint(tmp_path / "run"))
     assert torch.equal(found.layer.weight, expected.layer.weight)
     assert [session.commits for session in sessions.made] == [3, STEPS - 3]
+
+
+class Validated(Tunable):
+    """Fails in the validation of an epoch, and notes in which ones it was whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated: list[int] = []
+        self.fails_in: int | None = None
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.ones(2, 4)))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.current_epoch == self.fails_in:
+            raise self.failure
+
+    def on_validation_epoch_end(self) -> None:
+        self.validated.append(self.current_epoch)
+
+
+def test_a_validation_is_run_behind_a_tuner_that_has_run_one(tmp_path: Path, sessions: Sessions) -> None:
+    def fit(fails_in: int | None, *callbacks: pl.Callback) -> list[int]:
+        model, tuned = Validated(), trainer(tmp_path, *callbacks, max_epochs=3, num_sanity_val_steps=0)
+        Tuner(tuned).lr_find(model, num_training=2 * STEPS + 2, early_stop_threshold=None, update_attr=False)
+        model.validated.clear()
+        model.fails_in = fails_in
+        with contextlib.nullcontext() if fails_in is None else pytest.raises(RuntimeError, match="as told"):
+            tuned.fit(model)
+        return model.validated
+
+    assert fit(None) == [0, 1, 2]
+    assert fit(1, MemCheckpoint(tmp_path / "run")) == [0]
+    assert fit(2, MemCheckpoint(tmp_path / "run")) == [1]
+    assert fit(None, MemCheckpoint(tmp_path / "run")) == [2]
 
 
 def test_unsupported_strategies_are_named(tmp_path: Path, sessions: Sessions) -> None:

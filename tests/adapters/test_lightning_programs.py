@@ -321,14 +321,17 @@ def rows_of_a_table(attempt: Attempt) -> None:
             self.attempt.reach(f"start{self.global_step}")
 
     logger = CSVLogger(attempt.directory, name="table", version="fixed")
-    attempt.trainer(max_epochs=3, logger=logger, log_every_n_steps=int(attempt.variant or 1)).fit(
+    each, *stored = attempt.variant.split()
+    storage = StorageConfig() if stored else None
+    attempt.trainer(max_epochs=3, logger=logger, log_every_n_steps=int(each), storage=storage).fit(
         Logged(attempt), shuffled(), DataLoader(samples(16, 5), 8)
     )
     with (attempt.directory / "table" / "fixed" / "metrics.csv").open() as file:
         rows = [{key: value for key, value in row.items() if "memckpt/" not in key} for row in csv.DictReader(file)]
     kept = [row for row in rows if any(value for key, value in row.items() if key not in ("step", "epoch"))]
     attempt.say("rows", [sorted((key, value) for key, value in row.items() if value) for row in kept])
-    attempt.say("files", sorted(os.listdir(attempt.directory / "table" / "fixed")))
+    visible = [each for each in os.listdir(attempt.directory / "table" / "fixed") if not each.startswith(".")]
+    attempt.say("files", sorted(visible))
 
 
 # Objects beside tensors
@@ -489,7 +492,7 @@ def trainers_in_turns(attempt: Attempt) -> None:
 
 
 def survive(lab: Lab, program: Callable[[Attempt], None], kills: Sequence[str], variant: str = "") -> tuple[Any, str]:
-    """Kill a program at these points in turn, then let it end.
+    """Kill a program at these points in turn, or let it end (""), then let it end.
 
     Returns:
         What differs from an undisturbed run, by key, and the output of all attempts.
@@ -501,7 +504,7 @@ def survive(lab: Lab, program: Callable[[Attempt], None], kills: Sequence[str], 
 
     run = Run(variant, lab.directory)
     expected = finish(lab, body, replace(run, directory=lab.directory / "undisturbed", protected=False))
-    points = [*((kill, 1) for kill in kills), None]
+    points = [*((kill, 1) if kill else None for kill in kills), None]
     attempts = [finish(lab, body, replace(run, kill=point)) for point in points]
     ours, theirs = values(attempts, 0), values([expected], 0)
     differing = {
@@ -531,6 +534,7 @@ CASES: list[tuple[Program, str, list[str]]] = [
     (checkpoint_files, "steps often", ["4", "val8", "12"]),
     (rows_of_a_table, "1", ["3", "val5", "start7", "12"]),
     (rows_of_a_table, "3", ["7", "val15"]),
+    (rows_of_a_table, "1 stored", ["7", ""]),
     (objects_of_the_module, "", ["4", "11"]),
     (objects_of_the_module, "named", ["4", "11"]),
     (objects_of_the_module, "large named", ["4"]),
