@@ -291,7 +291,8 @@ class _PeersMemory:
 FIRST_START = "nothing to resume: this is the run's first start"
 _OTHER_SHARDS = "with another number of ranks, or other shards"
 _NOTHING = (
-    "nothing is held in local memory (no agent of this run was alive, it was told to end, or no step was committed)"
+    "nothing is held in local memory (the training had ended, no agent of this run was alive, it was told to end, or "
+    "no step was committed)"
 )
 
 

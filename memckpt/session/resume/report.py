@@ -331,7 +331,7 @@ def _counts(everybody: Sequence[Findings]) -> str:
     for kind, plural in _COUNTED.items():
         count = sum(one.compared.get(kind, 0) for one in everybody)
         if count:
-            parts.append(f"{count} {kind if count == 1 and kind != 'frozen' else plural}")
+            parts.append(f"{count} {plural[:-1] if count == 1 else plural}")
     for kind in ("generators", "data position"):
         if any(one.compared.get(kind) for one in everybody):
             parts.append(kind)
