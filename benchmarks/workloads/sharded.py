@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from benchmarks.workloads.async_saver import AsyncSaver
 from benchmarks.workloads.gpt import BATCH, make_model, redo_config
 from benchmarks.workloads.rank_gpt import ShardedTraining
 from memckpt import AgentConfig, Session
+from memckpt.capture.by_value import Batch
 from memckpt.state.codec import Packed
 from memckpt.state.layout import HEADER_BYTES
 from memckpt.state.tensors import local
@@ -171,9 +173,17 @@ class Memckpt(Protection):
             sizes["rank state"] += len(packed.encode())
             return packed
 
+        together = Batch.copy
+
+        def counting_anchors(batch: Batch, buffer: Any, base: int, sources: Sequence[Tensor], **how: Any) -> bool:
+            if copied := together(batch, buffer, base, sources, **how):
+                sizes["anchors" if how else "by value"] += sum(source.nbytes for source in sources)
+            return copied
+
         copier.copy, rank_state.capture = counting_copy, counting_capture
         try:
-            yield sizes
+            with mock.patch.object(Batch, "copy", counting_anchors):
+                yield sizes
         finally:
             del copier.copy, rank_state.capture
         if elsewhere[0]:
