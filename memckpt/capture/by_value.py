@@ -215,7 +215,9 @@ class AnchorCopies:
                 (offset, shape if one is None else (one[1] - one[0],), dtype)
                 for (offset, _, dtype), shape, one in zip(parts, shapes, live.cuts, strict=True)
             ]
-            sources = self._sources_of(live)
+            # In host memory one by one: what a cut or a DTensor saves there is little.
+            is_apart = not copier.asynchronous and (cut is not None or is_dtensor(param))
+            sources = None if is_apart else self._sources_of(live)
             if sources is not None and _fit(sources, shaped, copier):
                 self._live.append((live, mine[piece.param]))
                 places += shaped if mine[piece.param] else ()

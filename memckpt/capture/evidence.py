@@ -7,6 +7,7 @@ tier has it. The first element moves with the record, and all elements come roun
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -58,8 +59,13 @@ class _InMemory:
         self._firsts = (addresses - low) // dtype.itemsize
         # All of the address space between the tensors: only elements of theirs are read.
         span = int((self._firsts + self._numels).max())
-        storage = torch._C._construct_storage_from_data_pointer(low, device, span * dtype.itemsize)
-        self._memory = torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (span,), (1,))
+        if device.type == "cpu":
+            integers = np.dtype(str(dtype).removeprefix("torch."))
+            there = (ctypes.c_char * (span * dtype.itemsize)).from_address(low)
+            self._memory: Any = np.frombuffer(memoryview(there), dtype=integers)
+        else:
+            storage = torch._C._construct_storage_from_data_pointer(low, device, span * dtype.itemsize)
+            self._memory = torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (span,), (1,))
 
     def sample(self, record: int) -> torch.Tensor:
         """Elements of all tensors, one behind the other."""
@@ -67,10 +73,12 @@ class _InMemory:
         counts = np.maximum(self._numels - starts + self._strides - 1, 0) // self._strides
         ends = counts.cumsum()
         within = np.arange(ends[-1]) - (ends - counts).repeat(counts)
-        places = torch.from_numpy((self._firsts + starts).repeat(counts) + within * self._strides.repeat(counts))
-        if not self._memory.is_cpu:
-            places = places.pin_memory().to(self._memory.device, non_blocking=True)
-        return self._memory.take(places)
+        places = (self._firsts + starts).repeat(counts) + within * self._strides.repeat(counts)
+        if isinstance(self._memory, np.ndarray):
+            return torch.from_numpy(self._memory.take(places))
+        there = torch.from_numpy(places).pin_memory().to(self._memory.device, non_blocking=True)
+        taken: torch.Tensor = self._memory.take(there)
+        return taken
 
 
 class _Sampler:
