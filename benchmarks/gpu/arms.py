@@ -112,12 +112,18 @@ def _counting(session: memckpt.Session) -> Iterator[list[int]]:
         copied[0] += 0 if copier.asynchronous else sum(source.nbytes for source in sources)  # the copier sees them
         return together(batch, buffer, base, sources, *how, **named)
 
-    copier.copy = copy
+    as_they_are = copier.copy_as_they_are
+
+    def copy_as_they_are(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        copied[0] += 0 if copier.asynchronous else sum(source.nbytes for source in sources)
+        as_they_are(destinations, sources)
+
+    copier.copy, copier.copy_as_they_are = copy, copy_as_they_are
     try:
         with mock.patch.object(Batch, "copy", copy_together):
             yield copied
     finally:
-        del copier.copy
+        del copier.copy, copier.copy_as_they_are
 
 
 def _train(size: Size, device: torch.device, config: MemckptConfig, directory: Path, figures: Figures) -> list[Tensor]:

@@ -180,12 +180,19 @@ class Memckpt(Protection):
                 sizes["anchors" if how else "by value"] += sum(source.nbytes for source in sources)
             return copied
 
+        as_they_are = copier.copy_as_they_are
+
+        def counting_one_by_one(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+            as_they_are(destinations, sources)
+            sizes["anchors"] += sum(source.nbytes for source in sources)
+
         copier.copy, rank_state.capture = counting_copy, counting_capture
+        copier.copy_as_they_are = counting_one_by_one
         try:
             with mock.patch.object(Batch, "copy", counting_anchors):
                 yield sizes
         finally:
-            del copier.copy, rank_state.capture
+            del copier.copy, copier.copy_as_they_are, rank_state.capture
         if elsewhere[0]:
             raise RuntimeError(
                 f"expected copies into the slots only, found {elsewhere[0]} bytes of others: a generation was begun; "
