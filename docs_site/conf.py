@@ -87,7 +87,7 @@ nitpick_ignore_regex = [
     ),
     ("py:.*", r"memckpt\.(capture|compression|config|recovery|session|state|storage)\.\w+\..*"),
     ("py:.*", r".*\.?(LoaderT|ResumeChoice|Parts)"),
-    # As a signature has it whose result is imported for type checkers only (memckpt.load).
+    # The bare name in a signature whose result is imported for type checkers only (memckpt.load).
     ("py:class", "Path"),
     # A piece of `tuple[str, ...]` as Sphinx splits the type of a field that has a default.
     ("py:.*", r"tuple\[\w+"),

@@ -99,7 +99,7 @@ class _Sampler:
         places: dict[_Key, list[tuple[int, int, int]]] = {}
         for position, tensor in enumerate(tensors):
             here = local(tensor)
-            if here.numel() and here.untyped_storage().nbytes():  # else its memory is given up
+            if here.numel() and here.data_ptr() and here.untyped_storage().nbytes():  # else its memory is given up
                 flat = _flat_bits(here)
                 key, address, numel = (flat.device, flat.dtype), flat.data_ptr(), flat.numel()
                 stride = _apart(numel, here.shape, most if numel <= most else min(MOST, most))

@@ -115,7 +115,7 @@ class LoopVariables:
         self._captures = 0
         self._modules: dict[str, tuple[weakref.ref[nn.Module], Any]] = {}
         self._tensors: dict[str, _Seen] = {}
-        #: Of what the last look has found and nobody carries, by name: its variable, and the bytes of some elements.
+        #: Samples of what the last look has found and nobody carries, by name: its variable, bytes of some elements.
         #: Each record has them.
         self.samples: dict[str, tuple[str, torch.Tensor]] = {}
         #: The variables that lead to what the look has found, by its name.

@@ -109,7 +109,7 @@ class Layout:
         self.gradient_bytes = base
 
     def _side_by_side(self, param: int) -> tuple[bool, int]:
-        """Where a gradient lies among others: small ones first, and of these each rank's own."""
+        """A gradient's place among others: small ones first, and of these each rank's own together."""
         is_large = self.spec.grad_bytes(param) > SMALL_GRADIENT_BYTES
         return is_large, 0 if is_large else self.stagers[param]
 

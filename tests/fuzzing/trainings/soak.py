@@ -60,7 +60,7 @@ def main() -> int:
         counted[verdict.kind] += 1
         if verdict.kind in ("wrong", "invalid"):
             ways[f"{verdict.kind}: {verdict.way}"] += 1
-        # What a program makes on the CPU goes with a model there only.
+        # Tensors that a program makes on the CPU go with a model there only.
         if verdict.wrong or (verdict.kind == "invalid" and args.device == "cpu"):
             path = args.scripts / f"{verdict.kind}_{seed}.py"
             path.write_text(script)
