@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
 import secrets
 import subprocess
@@ -9,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
 #: Limit on a slow test, in seconds: many cases in one, on machines that do something else, too.
 _SLOW_SECONDS = 1500
+_OMP_PAUSE_HARD = 2
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,10 +38,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let a work tree that another one's environment runs have its own entry points."""
+    """Fork children as new processes; let a work tree that another one's environment runs have its own entry points."""
+    os.register_at_fork(before=partial(_end_openmp_threads, os.getpid()))
     if not hasattr(config, "workerinput") and not entry_points(group="memckpt.commands"):
         egg_info = [sys.executable, "-c", "import setuptools; setuptools.setup()", "--quiet", "egg_info"]
         subprocess.run(egg_info, cwd=Path(__file__).parents[1], check=True)
+
+
+def _end_openmp_threads(of_process: int) -> None:
+    """End the OpenMP threads of the pytest process; a child would wait for them, which it does not have, or crash."""
+    if os.getpid() != of_process or "torch" not in sys.modules:
+        return
+    libraries = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
+    for library in libraries:
+        if ctypes.CDLL(library).omp_pause_resource_all(_OMP_PAUSE_HARD):
+            raise RuntimeError(f"{library} did not end its threads")
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

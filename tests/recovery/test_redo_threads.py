@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memckpt.recovery.target import RedoThreads
@@ -18,6 +20,7 @@ from memckpt.state.optimizers import ELEMENTWISE, hyperparameters
 from memckpt.state.records import RecordMeta, SubStep
 from memckpt.state.redo import RedoGroup, RedoTarget
 from memckpt.state.spec import OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec
+from tests.support.cluster import processes
 
 SIZES = [40_000, 3, 1, 70_001, 512, 33, 100_000, 5]
 GROUPS = codec.encode(hyperparameters(torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], 0.01)))
@@ -101,6 +104,25 @@ def test_a_piece_has_the_bits_of_the_whole_whatever_shared_its_step(name: str, h
         alone = stepped(name, how, 1)
         for threads, cut in [(3, _ELEMENTS), (7, _ELEMENTS), (10, _ELEMENTS), (1, 65_536)]:
             assert torch.equal(stepped(name, how, threads, cut), alone), (threads, cut)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_child_of_the_tests_has_threads_of_its_own() -> None:
+    """It would wait for those that this process has begun, or crash (`_end_openmp_threads` of conftest.py)."""
+    before = torch.get_num_threads()
+    try:
+        stepped("Adam", {"fused": True}, 3)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                processes.die_after(60.0)
+                nn.BatchNorm1d(64)(torch.randn(40_000, 64))
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
     finally:
         torch.set_num_threads(before)
 
