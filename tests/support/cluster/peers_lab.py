@@ -348,10 +348,20 @@ def revive_agents(lab: Lab, job: PeersJob) -> None:
 
 def damage(pid: int, every: int = 1) -> int:
     """Flip bits in one byte of `every` of all fragments that a replicator keeps; returns the number changed."""
-    fds = [fd for fd in Path(f"/proc/{pid}/fd").iterdir() if "memfd:memckpt:fragments" in os.readlink(fd)]
+    seen: set[int] = set()
     damaged = 0
-    for fd in {fd.stat().st_ino: fd for fd in fds}.values():  # a mapping keeps a descriptor of its own
-        with open(fd, "r+b", buffering=0) as region:
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            if "memfd:memckpt:fragments" not in os.readlink(fd):
+                continue
+            region = open(fd, "r+b", buffering=0)  # noqa: SIM115
+        except FileNotFoundError:  # the replicator has closed it meanwhile
+            continue
+        with region:
+            inode = os.fstat(region.fileno()).st_ino
+            if inode in seen:  # a mapping keeps a descriptor of its own
+                continue
+            seen.add(inode)
             data = bytearray(region.read())
             data[::every] = bytes(each ^ 0x55 for each in data[::every])
             region.seek(0)
