@@ -116,6 +116,25 @@ def test_an_answer_to_an_order_that_was_dropped_is_none_to_the_next_one_for_the_
     assert [save.part.record for save in node.saves] == [record]
 
 
+def test_a_later_order_for_peers_takes_the_place_of_one_that_some_node_has_missed(make: Any) -> None:
+    """Else each node would be busy with the order that another one has missed, for ever by turns."""
+    node = make(every_steps=1000, mode="replica")
+    node.train(1)
+    taken: list[tuple[int, int | None]] = []
+    for record in (5, 8):
+
+        def take(copy: state_copies.StateCopy | None, record: int = record) -> None:
+            taken.append((record, copy.record if copy is not None else None))
+            if copy is not None:
+                copy.region.close()
+
+        node.saver.copy_for_peers(node.held, record, take)
+    assert taken == [(5, None)]
+    node.train(8)
+    node.copy(8)
+    assert taken == [(5, None), (8, 8)]
+
+
 @pytest.fixture
 def hold_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """From its call on memory is reserved in a thread, which waits; what it returns lets it go on, or fail."""

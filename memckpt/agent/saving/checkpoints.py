@@ -121,7 +121,10 @@ class Checkpoints:
     async def copy_for_peers(
         self, generation: Generation, record: int, taken: Callable[[StateCopy | None], None]
     ) -> None:
-        """Have the state after a record copied, if nothing else is just being copied."""
+        """Have the state after a record copied, in place of an earlier one; not while storage has a copy made."""
+        if isinstance(self.state_copies.asker, Peers):
+            # Some node has missed that one. Were this order refused, that node would be busy with it at the next one.
+            self.state_copies.drop(again=True)
         if self.state_copies.asker is not None:
             taken(None)
             return
