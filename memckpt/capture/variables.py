@@ -1,4 +1,4 @@
-"""Variables of a training loop that hold what nobody carries: averages of the weights, teachers, target networks.
+"""Variables of a training loop that hold what nobody carries: averages of the weights, target networks, generators.
 
 A record carries what hangs on the model and what the session was given. What stands in a variable beside them starts
 over at a resume, so the loop's variables are looked at, and what changes is named while there is time to register it.
@@ -11,6 +11,7 @@ import dis
 import functools
 import inspect
 import logging
+import random
 import sys
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -22,9 +23,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import xxhash
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from memckpt.capture.attributes import (
     LIBRARIES,
@@ -35,6 +37,8 @@ from memckpt.capture.attributes import (
     tensor_trace,
     tensors_in,
 )
+from memckpt.capture.data.own_state import carried_generators
+from memckpt.state import codec, rng
 from memckpt.state.tensors import local, same_bits, why_not_held
 
 _log = logging.getLogger("memckpt")
@@ -55,6 +59,10 @@ _PLAIN = {type(None), bool, int, float, complex, str, bytes}
 _FEW = 8
 #: Tensors of a variable that are sampled for a resume, and elements of each.
 _SAMPLED, _SAMPLED_ELEMENTS = 64, 16
+#: What loaders and samplers of libraries draw from, and what leads there.
+_PARTS_OF_LOADERS = ("generator", "synchronized_generator", "sampler", "batch_sampler", "dataset")
+#: Generators whose states each commit looks at: some microseconds for each.
+_MOST_GENERATORS = 16
 #: Frameworks with loops of their own: state beside the model stands in modules and callbacks there.
 _LOOPS = frozenset({"lightning", "pytorch_lightning", "transformers"})
 
@@ -83,6 +91,7 @@ class _Found:
     left: int = _MOST_MEMBERS
     modules: dict[str, nn.Module] = field(default_factory=dict)
     tensors: defaultdict[str, dict[str, tuple[object, torch.Tensor]]] = field(default_factory=lambda: defaultdict(dict))
+    generators: dict[str, rng.AnyGenerator] = field(default_factory=dict)
     roots: dict[str, str] = field(default_factory=dict)
     bound: set[str] = field(default_factory=set)
 
@@ -118,6 +127,10 @@ class LoopVariables:
         #: Samples of what the last look has found and nobody carries, by name: its variable, bytes of some elements.
         #: Each record has them.
         self.samples: dict[str, tuple[str, torch.Tensor]] = {}
+        #: Generators that the last look has found and nobody carries, by name: with digests of their first states.
+        self._generators: dict[str, tuple[rng.AnyGenerator, bytes]] = {}
+        #: By name, digests of the states of those that have drawn in this process. Each record has them.
+        self.drawn: dict[str, bytes] = {}
         #: The variables that lead to what the look has found, by its name.
         self._roots: Mapping[str, str] = {}
         #: Names of which all has been said.
@@ -127,12 +140,34 @@ class LoopVariables:
     def look(self, provided: Mapping[str, Any]) -> None:
         """Say what has changed since the last look; called in each commit. `provided`: values that are carried."""
         number, self._captures = self._captures, self._captures + 1
-        if not (_begins_pair(number) or _begins_pair(number - 1)):
+        if _begins_pair(number) or _begins_pair(number - 1):
+            self.samples = {}
+            found, carried = self._find_all(provided)
+            self._compare_modules(found.modules, carried)
+            self._compare_tensors(found.tensors, carried, _begins_pair(number))
+            self._keep_generators(found.generators)
+        self._follow_draws()
+
+    def _keep_generators(self, found: Mapping[str, rng.AnyGenerator]) -> None:
+        before, self._generators = self._generators, {}
+        for name, generator in list(found.items())[:_MOST_GENERATORS]:
+            held, first = before.get(name, (None, b""))
+            self._generators[name] = generator, first if held is generator else _digest(generator)
+
+    def _follow_draws(self) -> None:
+        """Note the states of generators that have drawn since they were found: what never draws may begin anyhow."""
+        if not self._generators:
+            self.drawn = {}
             return
-        self.samples = {}
-        found, carried = self._find_all(provided)
-        self._compare_modules(found.modules, carried)
-        self._compare_tensors(found.tensors, carried, _begins_pair(number))
+        now = {name: (_digest(generator), first) for name, (generator, first) in self._generators.items()}
+        self.drawn = {name: each for name, (each, first) in now.items() if each != first or name in self.drawn}
+
+    def differing_draws(self, drawn: Mapping[str, bytes]) -> list[str]:
+        """Names of those of :attr:`drawn` that are in another state in this process than there."""
+        if not drawn:
+            return []
+        found = self._find_all({})[0].generators
+        return [name for name, state in drawn.items() if name in found and _digest(found[name]) != state]
 
     def not_restored(self, samples: Mapping[str, tuple[str, torch.Tensor]], provided: Mapping[str, Any]) -> list[str]:
         """Why a resume is not exact: variables are not what they were by the :attr:`samples` of the resumed record.
@@ -165,7 +200,7 @@ class LoopVariables:
     def _find_all(self, provided: Mapping[str, Any]) -> tuple[_Found, _Carried]:
         """Contents of the variables of the calls that lead here, and what is carried."""
         carried = _Carried(chain.from_iterable(each.owners() for each in list(self._all)), provided)
-        found = _Found(set(carried.objects))
+        found = _Found(carried.objects | set(map(id, carried_generators())))
         for frame in _frames():
             where = "" if frame.f_code.co_name == "<module>" else f" of {frame.f_code.co_name}()"
             for name, value in _variables_of(frame).items():
@@ -262,7 +297,8 @@ class _Carried:
     def __init__(self, owners: Iterable[object], provided: Mapping[str, Any]) -> None:
         self._owners = list(owners)
         inside = [each for one in self._owners if isinstance(one, nn.Module) for each in one.modules()]
-        self.objects = {id(each) for each in (*self._owners, *inside)}
+        own = (value for one in inside for value in vars(one).values() if isinstance(value, rng.GENERATOR_TYPES))
+        self.objects = {id(each) for each in (*self._owners, *inside, *own)}
         self._provided = list(_tensors_in(dict(provided)))
 
     @functools.cached_property
@@ -420,13 +456,30 @@ def _find(found: _Found, name: str, text: str, value: Any, depth: int) -> None:
             found.met.add(id(one))
             found.modules[text.format(path)] = one
             found.roots[text.format(path)] = text.format(name.partition(".")[0])
-        elif depth and _is_looked_into(kind):
+        elif issubclass(kind, rng.GENERATOR_TYPES):
+            if not issubclass(kind, random.SystemRandom):  # it has no state
+                found.generators[text.format(path)] = one
+        elif depth:
             found.met.add(id(one))
-            for attribute, held in list(attributes_of(one).items()):
-                _find(found, f"{path}.{attribute}", text, held, depth - 1)
+            looked_into = _is_looked_into(kind)
+            for attribute, held in list(_attributes_inside(one, kind, looked_into).items()):
+                _find(found, f"{path}.{attribute}", text, held, depth - looked_into)
+
+
+def _attributes_inside(one: object, kind: Any, looked_into: bool) -> Mapping[str, Any]:
+    if looked_into:
+        return attributes_of(one)
+    if issubclass(kind, (DataLoader, Sampler)):
+        own = attributes_of(one)
+        return {name: own[name] for name in _PARTS_OF_LOADERS if name in own}
+    return {}
+
+
+def _digest(generator: rng.AnyGenerator) -> bytes:
+    return xxhash.xxh3_64_digest(codec.encode(rng.capture_generator(generator)))
 
 
 def _is_looked_into(kind: Any) -> bool:
     """Whether objects of a class may hold an average: no library that is known not to has made it."""
     library = str(kind.__module__).partition(".")[0] in LIBRARIES
-    return not (library or issubclass(kind, (Optimizer, DataLoader, type)))
+    return not (library or issubclass(kind, (Optimizer, type)))

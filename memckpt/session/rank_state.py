@@ -56,6 +56,10 @@ MADE = OWN + "made"
 
 
 _TWICE = "what stands at the top of an epoch, and changes what is trained, has been done twice now"
+_NOT_DRAWN = (
+    "{} is not carried, and has not drawn what it had drawn by the step that is resumed; call "
+    'session.register("NAME", GENERATOR), or give its loader to session.loader()'
+)
 
 
 class RankState:
@@ -218,6 +222,7 @@ class RankState:
             "written": sorted(self._live.growth.written),
             "hooked": describe_hooked(self._live),
             "variables": self._variables.samples,
+            "drawn": self._variables.drawn,
             "structure": self._live.tree.describe_structure(),
             "ambient": settings.encode(),
         }
@@ -236,6 +241,9 @@ class RankState:
             comparison.value("absences", key, _without_values(found[key]), _without_values(held[key]))
         for key in _VALUES:
             comparison.value("state", "gradients", found["gradients"].get(key), held["gradients"].get(key))
+        for name in self._variables.differing_draws(held.get("drawn", {})):
+            if _NOT_DRAWN.format(name) not in self._inexact:  # else that is said
+                comparison.value("generators", name, "another state", "that behind the step")
         differing = []
         for name, value in held["provided"].items():
             now = found["provided"].get(name)
@@ -340,6 +348,14 @@ class RankState:
         """Why a resume is not exact: variables of the functions that lead here are not what they were."""
         provided = {name: capture() for name, capture in self._captures.items()} if state.get("variables") else {}
         return self._variables.not_restored(state.get("variables", {}), provided)
+
+    def find_differing_draws(self, state: Mapping[str, Any]) -> None:
+        """Say which generators in variables are not as a resumed state has them; called at the first batch.
+
+        Before that the top of the epoch may yet seed them.
+        """
+        for name in self._variables.differing_draws(state.get("drawn", {})):
+            self.inexact(_NOT_DRAWN.format(name))
 
     def load(self, names: Iterable[str], provided: Mapping[str, Any]) -> None:
         """Load the state of these registered objects, of those that are registered and held."""

@@ -209,7 +209,7 @@ class Session:
         self._link = link = AgentLink(AgentAddress.of(run_dir), ranks, config, on_accelerator)
         # What a record consists of.
         self._rank_state = rank_state = RankState(live, self._copier)
-        self._loop = Loop(rank_state, ranks, self._restore_rng)
+        self._loop = Loop(rank_state, ranks, self._go_live)
         changes = Changes(self._recorder, live)
         self._staging = staging = Staging(training, changes)
         self._peers = peers = Peers(config.peers, ranks, link, config.agent)
@@ -395,11 +395,15 @@ class Session:
             self._rank_state.note_settings()
         elif self._resumption.chosen is not None:
             self._rank_state.put_settings_back()  # of a loop that goes on only now
+            self._go_live()
         self._has_continued = True
-        self._restore_rng()
-
-    def _restore_rng(self) -> None:
         if self._resumption.chosen is not None:
+            self._resumption.restoration.restore_rng(self._resumption.chosen)
+
+    def _go_live(self) -> None:
+        """Restore the RNG states at the first batch of a loop, whose top may have drawn."""
+        if self._resumption.chosen is not None:
+            self._rank_state.find_differing_draws(self._resumption.chosen.state)
             self._resumption.restoration.restore_rng(self._resumption.chosen)
 
     # The loop over data

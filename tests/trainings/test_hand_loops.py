@@ -15,10 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 import memckpt
 from memckpt.errors import ForeignStateError, UnsupportedError, UsageError
@@ -565,6 +566,78 @@ def test_a_tensor_that_is_written_above_a_resumed_pass_is_named(lab: Lab) -> Non
     assert "was written between restore() and the first batch" in dies_and_goes_on(lab, body, ("committed", 2))[1]
 
 
+def _evaluates_a_part(process: Process) -> None:
+    """Another one behind each epoch."""
+    loader = process.session.loader(make("shuffle", NONE))
+    some = RandomSampler(range(20), num_samples=3, generator=torch.Generator().manual_seed(5))
+    evaluated = DataLoader(range(20), 3, sampler=some)
+    process.session.restore()
+    for _ in process.session.epochs(3):
+        for batch in loader:
+            process.take("batch", batch)
+        process.note("evaluated", [batch.tolist() for batch in evaluated])
+    process.session.close()
+
+
+def _draws_now_and_then(process: Process, loads: bool = True) -> None:
+    generator = np.random.default_rng(3)
+    loader = process.session.loader(make("shuffle", NONE)) if loads else None
+    report = process.session.restore()
+    if loader is None:
+        for step in range(report.step + 1 if report else 1, 12):
+            process.take("batch", torch.tensor(generator.random(4) if step % 3 == 0 else 1.0))
+    for _ in process.session.epochs(3) if loader is not None else ():
+        for number, batch in enumerate(loader, start=process.session.batch):
+            process.take("batch", [batch, generator.random() if number % 3 == 0 else 0.0])
+    process.session.close()
+
+
+def test_a_generator_in_a_variable_that_the_repeated_step_does_not_use_is_said(lab: Lab) -> None:
+    def body(dies: tuple[str, int] | None) -> None:
+        _draws_now_and_then(process_of(lab, dies, "replay"), loads=False)
+
+    _, second = dies_and_goes_on(lab, body, ("committed", 8))
+    assert "DIFFERENT: generators the variable generator of _draws_now_and_then()" in second
+
+
+def _is_exact(report: Any) -> None:
+    """Asserts, since a function with an assertion of pytest's is not looked into."""
+    assert report is None or report.exact, report.reasons
+
+
+def _draws_what_comes_again(process: Process) -> None:
+    seeded, registered, own = torch.Generator(), torch.Generator(), torch.Generator().manual_seed(4)
+    unused, before = np.random.default_rng(), random.Random(3)
+    before.shuffle([1, 2, 3])
+    loader = process.session.loader(DataLoader(Augmented(SAMPLES), BATCH, shuffle=True, generator=own))
+    process.session.register("registered", registered)
+    report = process.session.restore()
+    for epoch in process.session.epochs(3):
+        seeded.manual_seed(epoch)
+        noise = torch.rand(3, generator=seeded)
+        for batch in loader:
+            process.take("batch", [batch, noise, torch.rand(2, generator=registered)])
+        process.note("unused", type(unused).__name__)
+    process.session.close()
+    _is_exact(report)
+
+
+def _seeds_each_step(process: Process) -> None:
+    generator = torch.Generator()
+    report = process.session.restore()
+    for step in range(report.step + 1 if report else 1, 12):
+        process.take("batch", torch.rand(4, generator=generator.manual_seed(step)))
+    process.session.close()
+    _is_exact(report)
+
+
+@pytest.mark.parametrize("check", ["replay", "off"])
+@pytest.mark.parametrize("loop", [_draws_what_comes_again, _seeds_each_step])
+def test_generators_that_are_carried_or_seeded_again_raise_no_alarm(lab: Lab, loop: Any, check: str) -> None:
+    survives(lab, loop, [("committed", 7), ("committed", 3)], check)
+
+
+@pytest.mark.promise("a generator in a variable of the loop, or of a loader there, that has drawn in training")
 @pytest.mark.promise("numbers and indices of a dataset that were changed before the pass, and are not made again")
 @pytest.mark.promise(
     "a plain loop of which it is not known how many batches it has fetched ahead; one that draws from the global "
@@ -583,6 +656,8 @@ def test_a_tensor_that_is_written_above_a_resumed_pass_is_named(lab: Lab) -> Non
         (partial(_bounded, zipped=True), 2, "the pass becomes longer than it was"),
         (_seeds_evaluation_once, 5, "persistent workers, which torch seeds once"),
         (_choose_samples, 3, "loader.dataset.indices had been changed before this pass"),
+        (_evaluates_a_part, BATCHES + 2, "the variable some.generator of _evaluates_a_part() is not carried"),
+        (_draws_now_and_then, 6, "the variable generator of _draws_now_and_then() is not carried"),
     ],
 )
 def test_what_a_loop_does_otherwise_behind_a_resume_is_said(lab: Lab, loop: Any, kill: int, said: str) -> None:

@@ -15,6 +15,7 @@ import itertools
 import logging
 import random
 import re
+import weakref
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -91,6 +92,10 @@ class _Reached(NamedTuple):
     key: Any = None
 
 
+#: Those of this process that have walked.
+_walked: weakref.WeakSet[OwnObjects] = weakref.WeakSet()
+
+
 class OwnObjects:
     """The objects that can be reached from a loader, found by one bounded walk that runs no code of theirs.
 
@@ -116,6 +121,7 @@ class OwnObjects:
     def walk_objects(self) -> None:
         """Walk now. A capture walks again only where a place that the walk has noted has another object."""
         self._walked = True
+        _walked.add(self)
         self.stateless = ""
         self._generators: dict[str, rng.AnyGenerator] = {}
         self._aliases: dict[str, rng.AnyGenerator] = {}
@@ -395,6 +401,13 @@ def changed(before: OwnState, now: OwnState) -> Progress:
 def _differs(before: Any, now: Any) -> bool:
     # A container is one object while it is unchanged; by comparison, dicts in another order are equal.
     return before is not now and (before != now or isinstance(now, list) or "container" in now)
+
+
+def carried_generators() -> Iterator[object]:
+    """All generators that are carried in this process: the global ones, and those below the loaders followed here."""
+    yield from _global_generators()
+    for each in list(_walked):
+        yield from each._aliases.values()
 
 
 # What a walk follows
