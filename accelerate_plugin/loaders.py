@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import accelerate
@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader
 from accelerate_plugin.prepared import other_objects
 from memckpt.capture import data as dataloader
 from memckpt.capture.data.follower import TAKEN_LATE, FollowedLoaders
-from memckpt.capture.data.iteration import drop_iterator, record_of
+from memckpt.capture.data.iteration import drop_iterator, parts_of, record_of
+from memckpt.capture.data.own_state import OwnObjects
 from memckpt.capture.data.places import Place
 from memckpt.capture.data.prefetch import Prefetch
 from memckpt.errors import ForeignStateError, UnsupportedError, UsageError
@@ -383,6 +384,34 @@ def drop_unused_iterator(base: DataLoader[Any]) -> None:
     """Have a loader's first iteration draw as later ones do."""
     if not iterator_used(base):
         drop_iterator(base)
+
+
+class OtherLoaders:
+    """Generators below loaders that went to `accelerator.prepare` by themselves: for evaluation, say."""
+
+    def __init__(self) -> None:
+        self._own: weakref.WeakKeyDictionary[DataLoader[Any], OwnObjects] = weakref.WeakKeyDictionary()
+
+    def _own_of(self, base: DataLoader[Any]) -> OwnObjects:
+        if base not in self._own:
+            loader = weakref.ref(base)
+            self._own[base] = OwnObjects(lambda: parts_of(held) if (held := loader()) is not None else {})
+        return self._own[base]
+
+    def capture(self, bases: Sequence[DataLoader[Any]]) -> list[dict[str, Any]]:
+        return [self._own_of(base).capture()["generators"] for base in bases]
+
+    def restore(self, bases: Sequence[DataLoader[Any]], states: Sequence[Mapping[str, Any]]) -> str:
+        """Set the generators; returns why that could not be done, in words, or nothing."""
+        for base, state in zip(bases, states, strict=False):
+            own = self._own_of(base)
+            kinds = [{path: each["kind"] for path, each in found.items()} for found in (state, *self.capture([base]))]
+            if kinds[0] != kinds[1]:
+                return (
+                    f"a loader of {type(base.dataset).__name__} has other generators than in the run that is continued"
+                )
+            own.restore({"generators": dict(state), "attributes": {}})
+        return ""
 
 
 def _iterate(loader: Any) -> Iterator[Any]:

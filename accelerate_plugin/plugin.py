@@ -26,6 +26,7 @@ from accelerate import Accelerator
 import memckpt
 from accelerate_plugin.loaders import (
     Followers,
+    OtherLoaders,
     begun_loaders,
     drop_unused_iterator,
     grafting_stateful_loaders,
@@ -91,6 +92,7 @@ class MemCheckpointPlugin:
         self._session: memckpt.Session | None = None
         self._followers = Followers(self._note_open, self._begin_loop, self._restore_rng)
         self._draws = DrawsAtOpen()
+        self._others = OtherLoaders()
         self._at_begin: dict[str, Any] = {}
         self._watch = LoopWatch()
         self._messages = Messages(_log, accelerator.is_main_process)
@@ -319,6 +321,7 @@ class MemCheckpointPlugin:
             **self._objects.capture(),
             "loaders": self._followers.states(),
             "prepared_elsewhere": [iterator_used(each) for each in self._loaders_prepared_elsewhere()],
+            "generators_elsewhere": self._others.capture(self._loaders_prepared_elsewhere()),
             "begun": begun_loaders(self.accelerator),
         }
 
@@ -382,7 +385,11 @@ class MemCheckpointPlugin:
         if self._rng_pending:
             self._rng_pending = False
             # What stands above the loop over batches had been done before these.
-            self._attached_session("the loop").restore_rng()
+            session = self._attached_session("the loop")
+            assert session.held is not None
+            states = session.held.rank_state[STATE]["generators_elsewhere"]
+            self._warn_inexact(self._others.restore(self._loaders_prepared_elsewhere(), states) or None)
+            session.restore_rng()
             if not same(self._objects.capture(), self._at_begin):
                 self._objects.restore(self._at_begin)
             restore_begun(self.accelerator, self._begun_before, in_loop=True)

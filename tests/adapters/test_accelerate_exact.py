@@ -92,6 +92,7 @@ CASES = [
     Case("scaler", scaler=True),
     Case("evaluated_inside", evaluate_every=4),
     Case("evaluation_loader", evaluate_every=4, evaluation_loader={}),
+    Case("evaluation_generator", evaluate_every=4, evaluation_loader={"elsewhere": True, "seed": 5}),
     Case("limited", limit=7),
     Case("two_loaders", two=True),
     Case("save_state", saves=True),

@@ -60,6 +60,15 @@ def followed() -> Iterator[object]:
         yield from record.own.with_places()
 
 
+def parts_of(loader: DataLoader[Any]) -> dict[str, object]:
+    """What a loader draws from, by name: all that its :class:`OwnObjects` are found below."""
+    names = ("generator", "batch_sampler", "sampler", "dataset")
+    collate_fn = loader.collate_fn
+    if isinstance(collate_fn, ShippingCollate):
+        collate_fn = collate_fn.collate_fn
+    return {**{name: getattr(loader, name, None) for name in names}, "collate_fn": collate_fn}
+
+
 class LoaderRecord:
     """A graft's knowledge of its loader.
 
@@ -98,13 +107,7 @@ class LoaderRecord:
 
     def _roots(self) -> dict[str, object]:
         loader = self._loader()
-        if loader is None:  # its iterator may outlive it
-            return {}
-        names = ("generator", "batch_sampler", "sampler", "dataset")
-        collate_fn = loader.collate_fn
-        if isinstance(collate_fn, ShippingCollate):
-            collate_fn = collate_fn.collate_fn
-        return {**{name: getattr(loader, name, None) for name in names}, "collate_fn": collate_fn}
+        return {} if loader is None else parts_of(loader)  # its iterator may outlive it
 
     def phase(self) -> Phase:
         return {"global": rng.capture(), "own": self.own.capture()}

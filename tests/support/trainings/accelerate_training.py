@@ -211,8 +211,13 @@ class Training(Process):
         if self.run.case.evaluation_loader is not None:
             arguments = dict(self.run.case.evaluation_loader)
             elsewhere = arguments.pop("elsewhere", False)
+            if "seed" in arguments:
+                arguments["generator"] = torch.Generator().manual_seed(arguments.pop("seed"))
             evaluated = DataLoader(Samples(12), 4, shuffle=True, **arguments)
-            objects.append(self.accelerator.prepare(evaluated) if elsewhere else evaluated)
+            if elsewhere:
+                self.evaluation_loader = self.accelerator.prepare(evaluated)
+            else:
+                objects.append(evaluated)
         if not self.run.protected:
             if self.run.case.cut:  # otherwise Accelerate would wrap it into DDP
                 objects[0] = self.accelerator.prepare_model(self.model, evaluation_mode=True)
@@ -236,7 +241,7 @@ class Training(Process):
         prepared = self._prepare()
         self.model, self.optimizer, loader, self.scheduler = prepared[:4]
         self.loader = loader
-        if self.run.case.evaluation_loader is not None:
+        if self.run.case.evaluation_loader is not None and "elsewhere" not in self.run.case.evaluation_loader:
             self.evaluation_loader = prepared[-1]
         if self.run.case.cut:
             self._evaluate((-1,))  # leaves whole parameters with initial values in the outermost module
@@ -310,7 +315,7 @@ class Training(Process):
                 total += self.model(self.samples.x).sum()
             else:
                 for x, _ in self.evaluation_loader:
-                    total += self.model(x).sum()
+                    total = total / 2 + self.model(x).sum()  # other samples, and another order of them, show
                     self.at("evaluated batch")
                     if self.run.case.left and len(place) > 1:
                         break
