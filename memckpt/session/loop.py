@@ -182,10 +182,10 @@ class Loop:
                 "epochs(): expected loaders that nobody has iterated since restore(), found one that gave a batch, "
                 "which the loop would miss; look at the data before restore()"
             )
+        if self._rng_pending and not self._counts_epochs:
+            self._rank_state.keep_changed_settings()
         self._in_epochs = self._counts_epochs = True
         self._held = None
-        if self._rng_pending:
-            self._rank_state.note_settings()
         try:
             while self.epoch < total:
                 yield self.epoch

@@ -311,17 +311,21 @@ class RankState:
         now = {name: codec.encode(value) for name, value in self._settings_now()}
         return [name for name, before in self._settings.items() if now.get(name) != before]
 
+    def keep_changed_settings(self) -> None:
+        """Say what has changed since :meth:`note_settings`, and keep it: it may be meant, as it is behind a restore."""
+        for name in self._changed_settings():
+            self.inexact(f"{name} was changed between restore() and the first batch: {_TWICE}")
+        self.note_settings()
+
     def put_settings_back(self, known: bool = True) -> None:
         """Put back what has changed since :meth:`note_settings`: the killed process had done so before its batches.
 
         Tensors that have changed are named only: their memory may be used already. So is all else if it is not `known`
         where the loop began: it may be meant.
         """
-        changed = self._changed_settings()
-        if changed and not known:
-            self.inexact(f"{changed[0]} was changed between restore() and the first batch: {_TWICE}")
-            changed = []
-        if changed:
+        if not known:
+            self.keep_changed_settings()
+        if changed := self._changed_settings():
             _log.info(
                 "memckpt: the top of the epoch changed these once more, and they are put back: %s", ", ".join(changed)
             )

@@ -551,6 +551,50 @@ def test_what_the_top_of_an_epoch_changes_is_not_changed_twice(lab: Lab, counts:
         assert "groups was changed between restore() and the first batch" in second
 
 
+def test_what_stands_between_two_loops_is_not_done_twice(lab: Lab) -> None:
+    """Killed in each of them, and behind the last commit of the first."""
+
+    def loop(process: Process) -> None:
+        session, group = process.session, process.optimizer.param_groups[0]
+        loader = session.loader(make("shuffle", NONE))
+        report = session.restore()
+        group["weight_decay"] = 0.125
+        for total in (2, 4):
+            if total == 4:
+                group["lr"] = 0.02
+            for epoch in session.epochs(total):
+                for number, batch in enumerate(loader, start=session.batch):
+                    process.note(f"rate {epoch}.{number}", (group["lr"], group["weight_decay"]))
+                    process.take(f"batch {epoch}.{number}", batch)
+                group["lr"] *= 0.5
+        session.close()
+        assert report is None or report.exact
+
+    survives(
+        lab, loop, [("committed", 2), ("committed", 2 * BATCHES - 2), ("committed", 2), ("committed", BATCHES + 3)]
+    )
+
+
+def test_a_rate_that_is_set_before_the_loop_again_is_kept_and_said(lab: Lab) -> None:
+    """It may be meant. Where it is no other one than the run had come to, nothing is said."""
+
+    def body(dies: tuple[str, int] | None) -> None:
+        process = process_of(lab, dies, "off")
+        loader = process.session.loader(make("shuffle", NONE))
+        process.session.restore()
+        process.optimizer.param_groups[0]["lr"] = 0.25
+        for _ in process.session.epochs(2):
+            for batch in loader:
+                process.take("batch", batch)
+            process.optimizer.param_groups[0]["lr"] *= 0.5
+        process.session.close()
+
+    said = "groups was changed between restore() and the first batch"
+    assert said not in in_child(lab, lambda: body(("committed", 2)), status=-signal.SIGKILL)
+    assert said not in in_child(lab, lambda: body(("committed", BATCHES - 1)), status=-signal.SIGKILL)
+    assert said in in_child(lab, lambda: body(None))
+
+
 def test_a_tensor_that_is_written_above_a_resumed_pass_is_named(lab: Lab) -> None:
     def body(dies: tuple[str, int] | None) -> None:
         process = process_of(lab, dies, "off")
