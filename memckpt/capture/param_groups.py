@@ -247,6 +247,13 @@ def restore_groups(live: LiveState, described: Mapping[str, Any]) -> None:
     for name, flag in described["trainable"].items():
         if tensors[name].requires_grad != flag:
             tensors[name].requires_grad_(flag)
+    for optimizer, groups in zip(live.optimizers, described["groups"], strict=True):
+        if len(groups) > (made := len(optimizer.param_groups)):
+            _log.warning(
+                "memckpt: %s has the %d groups of the run again, of which the script has made %d. Where it adds the "
+                "others in training, write: if len(optimizer.param_groups) == %d",
+                *(type(optimizer).__qualname__, len(groups), made, made),
+            )
     _link(live, described["groups"], described[LINKS])
     restore_settings(live, described["groups"])
     for optimizer, changed in zip(live.optimizers, described["defaults"], strict=True):

@@ -215,8 +215,9 @@ class Loop:
         elif outside:
             raise UsageError(
                 "commit(): expected it inside the loop over a followed loader, found it outside, where a restart "
-                "would take the epoch's batches again; call it as the last statement of that loop, or count steps "
-                "and not epochs() where one step takes them all"
+                "would take the epoch's batches again; call it as the last statement of that loop, and step in it, "
+                "also where the last batches fill no accumulation: `number % n == 0 or number == len(loader)`. Count "
+                "steps and not epochs() where one step takes all batches"
             )
         if epoch_over:
             self._followers.leave()

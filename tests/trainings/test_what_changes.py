@@ -368,7 +368,8 @@ def test_a_rate_of_the_loop_in_a_group_that_came_later(lab: Lab) -> None:
             process.optimizer.add_param_group({"params": [*process.model.frozen.parameters()]})
         process.note(f"rates {step}", [float(group["lr"]).hex() for group in process.optimizer.param_groups])
 
-    survives(lab, lambda process: process.train(lower), KILLS, kind=RateTensor)
+    log = survives(lab, lambda process: process.train(lower), KILLS, kind=RateTensor)
+    assert "Adam has the 3 groups of the run again, of which the script has made 2. Where it adds the others" in log
 
 
 class LateRateTensor(Changing):
