@@ -134,7 +134,8 @@ class MadeSettings:
         if other:
             _log.warning(
                 "memckpt: the script makes other settings than this run began with, and the run's own go on: %s. To "
-                "train on with others set them behind the restore; resume='never' starts over",
+                "train on with others set them behind the restore, which is named as not exact; resume='never' starts "
+                "over",
                 ", ".join(sorted(other)),
             )
 
