@@ -576,8 +576,8 @@ def test_what_stands_between_two_loops_is_not_done_twice(lab: Lab) -> None:
 
 
 @pytest.mark.promise(
-    "settings of optimizers, or what is registered, changed between `restore()` and `epochs()`; tensors written between "
-    "`restore()` and the first batch"
+    "settings of optimizers, or what is registered, changed between `restore()` and `epochs()`; tensors written "
+    "between `restore()` and the first batch"
 )
 def test_a_rate_that_is_set_before_the_loop_again_is_kept_and_said(lab: Lab) -> None:
     """It may be meant. Where it is no other one than the run had come to, nothing is said."""
