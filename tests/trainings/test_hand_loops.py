@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 import memckpt
 from memckpt.errors import ForeignStateError, UnsupportedError, UsageError
@@ -886,6 +886,45 @@ def test_a_stream_that_is_another_when_it_is_read_again_is_told(lab: Lab) -> Non
 
     _, log = dies_and_goes_on(lab, body, ("committed", 3))
     assert "the stream Unseeded gave other samples when its first 3 batches were read again" in log
+
+
+class CountsPasses(IterableDataset[Any]):
+    """Each pass is another one, and each sample is counted."""
+
+    def __init__(self, at_once: bool) -> None:
+        self.passes, self.given, self.size, self._at_once = 0, 0.0, 10, at_once
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._at_once:
+            return self._samples()
+        self.passes += 1
+        return iter([torch.tensor(100.0 * self.passes + number) for number in range(self.size)])
+
+    def _samples(self) -> Iterator[Any]:
+        self.passes += 1
+        for number in range(self.size):
+            self.given += 0.5
+            yield torch.tensor(100 * self.passes + number + self.given)
+
+
+@pytest.mark.promise("numbers that a stream keeps: of passes, of samples")
+@CHECKED
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_stream_that_counts_its_passes(lab: Lab, at_once: bool, check: str) -> None:
+    """It begins to count when `iter()` is called, or with its first sample."""
+
+    def loop(process: Process) -> None:
+        session = process.session
+        loader = session.loader(DataLoader(CountsPasses(at_once), 4))
+        report = session.restore()
+        for epoch in session.epochs(4):
+            for number, batch in enumerate(loader, start=session.batch):
+                process.take(f"batch {epoch}.{number}", batch)
+            process.at("epoch end")
+        session.close()
+        assert report is None or report.exact
+
+    survives(lab, loop, [("committed", 5), ("epoch end", 1), ("committed", 3), ("committed", 2)], check)
 
 
 def test_accumulated_batches_are_taken_again(lab: Lab) -> None:

@@ -39,7 +39,7 @@ OwnState = dict[str, Any]
 """``{"generators": {path: state}, "attributes": {path: {name: value}}}``."""
 
 Progress = dict[str, list[str]]
-"""By sampler path, names of the attributes that change while training runs."""
+"""By path of a sampler or stream, names of the attributes that change while training runs."""
 
 # Attributes that refer from a sampler or dataset to the one it wraps.
 _EDGES = frozenset({"sampler", "_sampler", "batch_sampler", "base_sampler", "dataset", "data_source"})
@@ -127,7 +127,7 @@ class OwnObjects:
         self._aliases: dict[str, rng.AnyGenerator] = {}
         self._samplers: dict[str, Any] = {}
         self._datasets: dict[str, Any] = {}
-        self._streams: list[Any] = []
+        self._streams: dict[str, Any] = {}
         self._places: dict[str, dict[Any, Any]] = {}
         self._watched: list[_Reached] = []
         self._sizes: list[tuple[dict[Any, Any], int]] = []
@@ -142,7 +142,7 @@ class OwnObjects:
                 self._generators[reached.path] = reached.found
             elif issubclass(kind, Dataset):
                 if issubclass(kind, IterableDataset):
-                    self._streams.append(reached.found)
+                    self._streams[reached.path] = reached.found
                 elif len(self._datasets) < _MOST_DATASETS:
                     self._datasets[reached.path] = reached.found
             elif _is_sampler(reached.path, kind):
@@ -235,11 +235,14 @@ class OwnObjects:
     # State
 
     def capture(self) -> OwnState:
-        """The state of every generator and sampler, by path."""
+        """The state of every generator and sampler, and the numbers of streams, which may count passes; by path."""
         self._current()
         return {
             "generators": {path: rng.capture_generator(each) for path, each in self._generators.items()},
-            "attributes": {path: self._values(path, sampler) for path, sampler in self._samplers.items()},
+            "attributes": {
+                **{path: self._values(path, sampler) for path, sampler in self._samplers.items()},
+                **{path: _small_numbers(stream) for path, stream in self._streams.items()},
+            },
         }
 
     def _values(self, path: str, sampler: Any) -> dict[str, Any]:
@@ -311,7 +314,7 @@ class OwnObjects:
     def with_places(self) -> list[Any]:
         """Objects whose place in the data is carried with that of the loader."""
         self._current()
-        return [*self._samplers.values(), *self._streams]
+        return [*self._samplers.values(), *self._streams.values()]
 
     def unknown_samplers(self) -> list[str]:
         """Classes of the samplers that are no library's."""
@@ -355,7 +358,7 @@ class OwnObjects:
                 else:
                     self._make(path, generator_state)
         for path, values in state["attributes"].items():
-            sampler = self._samplers.get(path)
+            sampler = self._samplers.get(path, self._streams.get(path))
             if sampler is not None:
                 names = values if progress is None else progress.get(path, ())
                 for name in names:
@@ -388,7 +391,7 @@ class OwnObjects:
 
 
 def changed(before: OwnState, now: OwnState) -> Progress:
-    """The sampler attributes that differ between two captures, and those that always belong to the pass."""
+    """The attributes of samplers and streams that differ between two captures, and what always belongs to the pass."""
     progress: Progress = {}
     for path, values in now["attributes"].items():
         old = before["attributes"].get(path, {})
@@ -396,6 +399,14 @@ def changed(before: OwnState, now: OwnState) -> Progress:
         if names:
             progress[path] = names
     return progress
+
+
+def _small_numbers(found: Any) -> dict[str, int | float]:
+    """The numbers among an object's attributes that the codec takes."""
+    own = _own_dict(found).items()
+    return {
+        name: value for name, value in own if type(value) in (int, float) and (value != value or abs(value) < 2**63)
+    }
 
 
 def _differs(before: Any, now: Any) -> bool:
