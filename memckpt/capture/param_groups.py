@@ -57,7 +57,7 @@ def describe_groups(live: LiveState) -> dict[str, Any]:
         "groups": describe_settings(live),
         LINKS: _links(live),
         "defaults": _changed_defaults(live),
-        "trainable": {name: param.requires_grad for name, param in live.named_parameters()},
+        "trainable": describe_trainable(live),
         "state_order": _state_order(live),
     }
 
@@ -78,6 +78,11 @@ def describe_settings(live: LiveState) -> list[list[dict[str, Any]]]:
             values["params"] = in_group
         described.append(settings)
     return described
+
+
+def describe_trainable(live: LiveState) -> dict[str, bool]:
+    """Flags of all parameters."""
+    return {name: param.requires_grad for name, param in live.named_parameters()}
 
 
 _PLAIN = (int, float, bool, str)
@@ -244,10 +249,7 @@ def restore_groups(live: LiveState, described: Mapping[str, Any]) -> None:
                 step.hooked = True  # as in Optimizer._patch_step_function
                 kind.step = step  # type: ignore[attr-defined]  # a class of optimizers
     live.strangers.keep_described(described.get("strangers", ()))
-    tensors = live.tensors()
-    for name, flag in described["trainable"].items():
-        if tensors[name].requires_grad != flag:
-            tensors[name].requires_grad_(flag)
+    restore_trainable(live, described["trainable"])
     for optimizer, groups in zip(live.optimizers, described["groups"], strict=True):
         if len(groups) > (made := len(optimizer.param_groups)):
             _log.warning(
@@ -260,6 +262,14 @@ def restore_groups(live: LiveState, described: Mapping[str, Any]) -> None:
     for optimizer, changed in zip(live.optimizers, described["defaults"], strict=True):
         if changed:
             optimizer.defaults.update(changed)
+
+
+def restore_trainable(live: LiveState, described: Mapping[str, bool]) -> None:
+    """Restore flags, as :func:`describe_trainable` found them."""
+    tensors = live.tensors()
+    for name, flag in described.items():
+        if tensors[name].requires_grad != flag:
+            tensors[name].requires_grad_(flag)
 
 
 def restore_settings(live: LiveState, described: Sequence[Sequence[Mapping[str, Any]]]) -> None:

@@ -21,7 +21,9 @@ from memckpt.capture.param_groups import (
     describe_groups,
     describe_hooked,
     describe_settings,
+    describe_trainable,
     restore_settings,
+    restore_trainable,
     scaler_state,
 )
 from memckpt.capture.presence import describe_gradients
@@ -38,6 +40,8 @@ Parts = Callable[[Any], Mapping[tuple[ComparedKind, str], Any]]
 
 _log = logging.getLogger("memckpt")
 _HYPERPARAMETERS = ("groups", "trainable", "state_order")
+#: Names of what optimizers and parameters have set, as a line has them.
+GROUPS, TRAINABLE = "groups", "requires_grad"
 _ABSENCES = ("gradients", "pending")
 #: Parts of what is known of gradients that are values.
 _VALUES = ("values", "sparse")
@@ -301,7 +305,8 @@ class RankState:
         return {name: version(tensor) for name, tensor in self._live.tensors().items()}
 
     def _settings_now(self) -> Iterator[tuple[str, Any]]:
-        yield "groups", describe_settings(self._live)
+        yield GROUPS, describe_settings(self._live)
+        yield TRAINABLE, describe_trainable(self._live)
         for name in self._loaders:
             value = self._captures[name]()
             if not codec.unencodable_paths(value):
@@ -331,8 +336,10 @@ class RankState:
             )
         for name in changed:
             value = codec.decode(self._settings[name])
-            if name == "groups":
+            if name == GROUPS:
                 restore_settings(self._live, value)
+            elif name == TRAINABLE:
+                restore_trainable(self._live, value)
             else:
                 self._loaders[name](value)
         now = self._versions()

@@ -527,20 +527,28 @@ def test_loaders_that_are_drawn_in_turn_raise_no_alarm(lab: Lab) -> None:
 
 @pytest.mark.parametrize("counts", [True, False])
 def test_what_the_top_of_an_epoch_changes_is_not_changed_twice(lab: Lab, counts: bool) -> None:
-    """Learning rate and a registered schedule; what only `epochs()` knows is no change that the user means."""
+    """Settings of optimizer, modules and parameters, and a registered schedule.
+
+    What only `epochs()` knows is no change that the user means.
+    """
 
     def loop(process: Process) -> None:
         session, group = process.session, process.optimizer.param_groups[0]
+        first, dropout, last = process.model
         loader = session.loader(make("shuffle", NONE))
         schedule = torch.optim.lr_scheduler.StepLR(process.optimizer, 1, 0.5)
         session.register("schedule", schedule)
         report = session.restore()
-        for _ in session.epochs(3) if counts else range(2):
+        for epoch in session.epochs(3) if counts else range(2):
             group["weight_decay"] = group.get("weight_decay", 0) + 0.1
             schedule.step()
-            for batch in loader:
-                process.take("batch", batch)
-                process.note("rate", (group["lr"], group["weight_decay"], schedule.last_epoch))
+            first.bias.requires_grad_(not first.bias.requires_grad)
+            dropout.p *= 1.5
+            last.train(not last.training)
+            for number, batch in enumerate(loader, start=session.batch):
+                process.note(f"rates {epoch}.{number}", (group["lr"], group["weight_decay"], schedule.last_epoch))
+                process.note(f"modules {epoch}.{number}", (first.bias.requires_grad, dropout.p, last.training))
+                process.take(f"batch {epoch}.{number}", batch)
         session.close()
         assert report is None or report.exact is counts
 
