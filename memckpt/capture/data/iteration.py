@@ -82,7 +82,7 @@ class LoaderRecord:
         self.begun = False
         self.tapping = False
         self.holding = False
-        self.rereading = False
+        self.rereading = self.refetching = False
         self._noting = False
         self.resuming: dict[str, Any] | None = None
         """A position to continue after, for every iter() until a batch has been handed out."""
@@ -184,8 +184,12 @@ class LoaderRecord:
             yield
         elif current.refetch:
             current.fetching = current.refetch.popleft()
-            with self.preserved():
-                yield
+            self.refetching = True
+            try:
+                with self.preserved():
+                    yield
+            finally:
+                self.refetching = False
         else:
             self.go_live()
             self._noting = True
@@ -463,7 +467,9 @@ class GraftedIterator:
     def _fetch(self) -> Any:
         current, record = self._memckpt_pass, self._memckpt_record
         stream = isinstance(self._dataset, IterableDataset)
-        watched = stream and not self._num_workers and not record.rereading and not record.inexact
+        # A batch that is fetched once more has the generators that its first fetch had: they are set within it.
+        again = record.rereading or record.refetching
+        watched = stream and not self._num_workers and not again and not record.inexact
         before = rng.capture() if watched else None
         try:
             data = self._memckpt_base._next_data(self)

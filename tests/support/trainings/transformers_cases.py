@@ -98,13 +98,14 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
 
 
 class Stream(IterableDataset[dict[str, torch.Tensor]]):
-    """The same sequences in order, each time."""
+    """The sequences in an order of each pass."""
 
     def __init__(self, samples: int, augmented: bool) -> None:
-        self.windows = Windows(samples, augmented)
+        self.windows, self.passes = Windows(samples, augmented), 0
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        for index in range(len(self.windows)):
+        self.passes += 1
+        for index in random.Random(self.passes).sample(range(len(self.windows)), len(self.windows)):
             yield self.windows[index]
 
 
