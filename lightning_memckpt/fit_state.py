@@ -88,6 +88,8 @@ class FitState:
         self.tables = Tables(trainer, internals, messages.warn)
         self._logging = LoggingState(trainer, pl_module, self.beside, internals)
         self._captured: dict[str, Any] | None = None
+        #: What the user's hooks have saved last, before the first capture.
+        self._saved: Mapping[str, Any] = {}
         self._commits = 0
         self._file_entries: dict[str, Any] = {}
         self._dropped: set[str] = set()
@@ -104,10 +106,11 @@ class FitState:
         """A copy of what user code may read when it builds loaders, as far as it can be stored."""
         internals = self._internals
         loops = internals.loop_state()
+        self._saved = self._user.states(loops)
         return {
             "loops": loops,
             "metrics": copy.deepcopy(internals.callback_metrics()),
-            "user": self._user.states(loops),
+            "user": self._saved,
             "attributes": self._attributes.present(),
             "objects": copy.deepcopy(self._objects.state_dict()),
         }
@@ -136,7 +139,7 @@ class FitState:
         schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
         modules = (self._pl_module, *self.beside.values())
-        saved = tensors_in(self._captured["user"]) if self._captured is not None else ()
+        saved = tensors_in(self._saved if self._captured is None else self._captured["user"])
         return [*list_callbacks(self._trainer), *schedulers, scaler, *modules, *self._attributes.objects(), *saved]
 
     def look_again(self) -> None:

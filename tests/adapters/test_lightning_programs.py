@@ -417,6 +417,32 @@ def an_average_made_late(attempt: Attempt) -> None:
     attempt.trainer(KeepsAnAverage(), max_epochs=3).fit(Small(attempt), shuffled())
 
 
+def an_average_that_is_saved(attempt: Attempt) -> None:
+    """Its tensors, in a dict of a callback, are those that the callback saves."""
+
+    class Saves(pl.Callback):
+        shadow: dict[str, Tensor]
+
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            if not hasattr(self, "shadow"):
+                self.shadow = {name: each.detach().clone() for name, each in module.state_dict().items()}
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            for name, each in module.state_dict().items():
+                self.shadow[name].mul_(0.9).add_(each.detach(), alpha=0.1)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"shadow": self.shadow}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.shadow = state["shadow"]
+
+        def on_fit_end(self, trainer: Any, module: Any) -> None:
+            attempt.say("average", *(each.sum().item().hex() for each in self.shadow.values()))
+
+    attempt.trainer(Saves(), max_epochs=3).fit(Small(attempt), shuffled(), DataLoader(samples(16, 5), 8))
+
+
 # Steps and flags
 
 
@@ -523,6 +549,7 @@ UNSIZED += [("max_size_cycle", ["2", "7", "17"]), ("max_size", ["2", "7", "17"])
 UNSIZED += [("max_size_cycle reversed", ["2", "7", "17"]), ("max_size workers", ["7", "17"])]
 UNSIZED += [("max_size_cycle limited", ["7", "12"])]
 CASES: list[tuple[Program, str, list[str]]] = [
+    (an_average_that_is_saved, "", ["4", "val10", "12"]),
     *((loaders_that_are_built_anew, *each) for each in BUILT),
     (loaders_of_a_module, "hooks", ["3", "12", "17"]),
     (loaders_of_a_module, "named", ["12"]),
