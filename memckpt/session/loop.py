@@ -38,6 +38,11 @@ _WRITTEN = (
     "training writes to the tensor {0}.{1} of a dataset, which starts over; if samples depend on it, "
     "register('data', dataset, attributes=['{1}'])"
 )
+_BEHIND = (
+    "a commit() behind the loop over a followed loader ends no record, as a restart enters that loop once more. Its "
+    "step belongs to the next record, and the last epoch's is not held when training has ended. To have it held, step "
+    "with the last batch, too, inside the loop: if (number + 1) % n == 0 or number + 1 == len(loader)"
+)
 LoaderT = TypeVar("LoaderT")
 #: The place in a state that has none.
 _NOWHERE: Mapping[str, Any] = {"epoch": None, "batch": 0, "loaders": []}
@@ -69,6 +74,7 @@ class Loop:
         self._in_epochs = False
         self._counts_epochs = False
         self._ended_at_commit = 0
+        self._behind = False
         self.epoch = 0
         self.batch = 0
         self.found: tuple[str, ...] = ()
@@ -192,7 +198,7 @@ class Loop:
                 self.leave_epoch()
                 self._followers.ended += 1
                 self.epoch += 1
-                self.batch = 0
+                self.batch, self._behind = 0, False
         finally:
             self._in_epochs = False
 
@@ -206,18 +212,31 @@ class Loop:
         """Note that the user has called commit(), whether that ends a record or not."""
         self._followers.committing()
 
-    def check_place_of_commit(self, epoch_over: bool) -> None:
-        """Check the place of a commit; raises UsageError where a restart would take the epoch's batches again."""
+    def can_end_record(self, epoch_over: bool) -> bool:
+        """Check the place of a commit: False where its step belongs to the next record.
+
+        That is so once behind the loop over an epoch's batches: an accumulation's remainder. A restart takes the
+        batches behind the loop's last commit again, and that step.
+
+        Raises:
+            UsageError: a restart would take the epoch's batches again.
+        """
         self._begun = True
         outside = self._in_epochs and len(self._followers) and not self._followers.active
         if outside and self._followers.taken_apart:
             self._warn(TAKEN_APART)
+        elif outside and self.batch and not self._behind:
+            self._behind = True
+            if _BEHIND not in self._said and self._ranks.rank == 0:
+                _log.warning("memckpt: %s", _BEHIND)
+            self._said.add(_BEHIND)
+            return False
         elif outside:
             raise UsageError(
                 "commit(): expected it inside the loop over a followed loader, found it outside, where a restart "
-                "would take the epoch's batches again; call it as the last statement of that loop, and step in it, "
-                "also where the last batches fill no accumulation: `number % n == 0 or number == len(loader)`. Count "
-                "steps and not epochs() where one step takes all batches"
+                "would take the epoch's batches again; call it as the last statement of that loop (behind it an "
+                "accumulation's remainder may be committed, once), or count steps and not epochs() where one step "
+                "takes them all"
             )
         if epoch_over:
             self._followers.leave()
@@ -225,6 +244,7 @@ class Loop:
         if self._followers.ended != self._ended_at_commit:
             reason = "an epoch, or another iteration over a loader, ended before it"
             self._rank_state.unrepeatable = self._rank_state.unrepeatable or reason
+        return True
 
     def note_place_asked(self) -> None:
         """Note that the user's loop has asked how many batches lie behind."""

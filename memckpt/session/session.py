@@ -465,7 +465,8 @@ class Session:
             epoch_over: the loop over a :meth:`loader` is left after this batch although it has more.
 
         Returns:
-            True if this was a restore point; False if the record goes on (gradients are being accumulated). In mode
+            True if this was a restore point; False if the record goes on: gradients are being accumulated, or it is
+            an accumulation's remainder, behind the loop over a followed loader. In mode
             ``"snapshot"`` one restore point of `snapshot_every_steps` can be resumed, the others are taken again.
         """
         if self._closed:
@@ -479,8 +480,9 @@ class Session:
             self._number = self._next_step() if step is None else step
             if not self._is_restore_point(gradients_pending):
                 return False  # the record goes on
+            if not self._loop.can_end_record(epoch_over):
+                return False
             # If user code raises here, the record goes on; the call has been counted.
-            self._loop.check_place_of_commit(epoch_over)
             rank_state = self._rank_state.capture(self._tap.bucket_layout, self._recorder.pending.capture())
             self._rank_state.correct = None  # what is found from now on, later resumes name
             point = RestorePoint(self._recorder.record, self._number, rank_state)
@@ -715,7 +717,7 @@ class Session:
                 "session.commit() after each optimizer step"
             )
         if finished:
-            self._resumption.say_if_nothing_was_left(self._last.step if self._last is not None else 0)
+            self._resumption.say_if_nothing_was_left(self._number or 0)
         self._loop.release()
         self._link.finish_sending()
         last = self._last if self._last is not None else self._resumption.point  # which no step has followed

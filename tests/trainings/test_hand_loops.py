@@ -953,6 +953,43 @@ def test_accumulated_batches_are_taken_again(lab: Lab) -> None:
     survives(lab, loop, [("backward", 4), ("batch ends", 3), ("batch ends", 4)])
 
 
+@pytest.mark.promise("the remainder of an accumulation, committed behind the loop over a followed loader")
+@pytest.mark.parametrize("redo", ["lazy", "eager", "snapshot"])
+def test_a_remainder_behind_the_loop_over_batches_is_taken_again(lab: Lab, redo: str) -> None:
+    """So is what the epoch's end does; a record that ends in the next epoch has two steps."""
+
+    class Redone(Process):
+        settings: ClassVar[dict[str, Any]] = {**Process.settings, "redo": redo}
+
+    def loop(process: Process) -> None:
+        session = process.session
+        loader = session.loader(make("shuffle", NONE))
+        schedule = torch.optim.lr_scheduler.ExponentialLR(process.optimizer, 0.9)
+        session.register("schedule", schedule)
+        report = session.restore()
+        for epoch in session.epochs(5):
+            number = session.batch - 1
+            for number, batch in enumerate(loader, start=session.batch):
+                process.backward(f"batch {epoch}.{number}", batch)
+                if number % 4 == 3:
+                    process.step()
+                    session.commit()
+                    process.at("committed")
+            if number % 4 != 3:
+                process.step()
+                assert session.commit() is not process.run.protected
+                process.at("remainder")
+            schedule.step()
+            process.note(f"rate {epoch}", schedule.get_last_lr())
+        session.close()
+        assert report is None or report.exact
+
+    kills = [("remainder", 1), ("committed", 2), ("remainder", 2), ("committed", 1)]
+    log = survives(lab, loop, kills, "off", kind=Redone)
+    assert "ends no record" in log
+    assert "nothing was left" not in log
+
+
 @CHECKED
 def test_an_epoch_that_ends_before_its_data_does(lab: Lab, check: str) -> None:
     def loop(process: Process) -> None:
@@ -1050,6 +1087,17 @@ def commit_behind_the_batches(process: Process, loader: Any) -> None:
         process.session.commit()
 
 
+def commit_behind_the_batches_twice(process: Process, loader: Any) -> None:
+    process.session.loader(loader)
+    process.session.restore()
+    for _ in process.session.epochs(1):
+        for batch in loader:
+            process.take("", batch)
+        for _ in range(2):
+            process.step()
+            process.session.commit()
+
+
 def go_on_in_an_epoch_that_is_over(process: Process, loader: Any) -> None:
     process.session.loader(loader)
     process.session.restore()
@@ -1088,6 +1136,7 @@ def look_before_the_epochs(process: Process, loader: Any) -> None:
         ("", follow_a_list, UnsupportedError, ["found list", "register()"]),
         ("", follow_another_s, UsageError, ["another session follows"]),
         ("", commit_behind_the_batches, UsageError, ["inside the loop over a followed loader", "epochs()"]),
+        ("", commit_behind_the_batches_twice, UsageError, ["remainder may be committed, once"]),
         ("", go_on_in_an_epoch_that_is_over, UsageError, ["after commit(epoch_over=True)"]),
         ("epochs", restore_without_loaders, ForeignStateError, ["expected 1 loader(s)", "found 0"]),
         ("batches", count_epochs, ForeignStateError, ["epochs()", 'resume="never"']),
