@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SeedableRandomSampler
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -92,11 +92,16 @@ class Follower:
 
 def _inside(prepared: Any) -> DataLoader[Any]:
     # Not isinstance(): Accelerate's adapters claim the class of the loader that they hold.
+    if issubclass(type(prepared), DataLoaderDispatcher):
+        raise UnsupportedError(
+            "expected a train dataloader that each rank reads, found one whose first rank dispatches batches, as "
+            "Accelerate has it for every IterableDataset by itself; pass "
+            'TrainingArguments(accelerator_config={"dispatch_batches": False})'
+        )
     if not issubclass(type(prepared), DataLoaderShard) or not isinstance(prepared.base_dataloader, DataLoader):
         raise UnsupportedError(
             f"expected a train dataloader that Accelerate has prepared as a DataLoaderShard, found "
-            f'{type(prepared).__name__}; set accelerator_config={{"dispatch_batches": False}}, and return a torch '
-            "DataLoader from get_train_dataloader()"
+            f"{type(prepared).__name__}; return a torch DataLoader from get_train_dataloader()"
         )
     loader: DataLoader[Any] = prepared.base_dataloader
     return loader

@@ -358,6 +358,13 @@ def test_two_ranks(trainings: Trainings, case: Case) -> None:
     trainings.survives(case, settings(), kills, ranks=2)
 
 
+def test_batches_that_accelerate_dispatches_are_refused_with_the_setting(trainings: Trainings) -> None:
+    """It chooses so by itself where the data are a stream."""
+    refused = trainings.run(Case("dispatched", {"max_steps": 4}, stream=True), settings())
+    assert refused.codes == [3]
+    assert 'pass TrainingArguments(accelerator_config={"dispatch_batches": False})' in refused.log
+
+
 @pytest.mark.parametrize("logs", [True, False])
 def test_figures_go_to_the_trainer_s_loggers_unless_switched_off(
     trainings: Trainings, monkeypatch: pytest.MonkeyPatch, logs: bool
