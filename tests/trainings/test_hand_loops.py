@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 import memckpt
 from memckpt.errors import ForeignStateError, UnsupportedError, UsageError
@@ -504,6 +504,44 @@ def _choose_samples(process: Process, again: bool = False) -> None:
     assert not again or report is None or report.exact
 
 
+class OfEpoch(Dataset[Any]):
+    """Samples follow from attributes that a loop sets."""
+
+    def __init__(self) -> None:
+        self.epoch, self.ahead, self.order = 0, False, [*range(SAMPLES)]
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(1000 * self.epoch + 100 * self.ahead + self.order[index])
+
+
+def _sets_the_epoch(process: Process, workers: Workers, orders: bool = False) -> None:
+    """Workers that persist keep the copy of the first epoch; others get one of each."""
+    data = OfEpoch()
+    loader = process.session.loader(DataLoader(data, BATCH, shuffle=True, **workers.arguments()))
+    report = process.session.restore()
+    for epoch in process.session.epochs(4):
+        data.epoch, data.ahead = epoch + 7, epoch > 1
+        if orders and epoch:
+            data.order = [*reversed(data.order)]
+        for number, batch in enumerate(loader, start=process.session.batch):
+            process.take(f"batch {epoch}.{number}", batch)
+        process.at("epoch end")
+    process.session.close()
+    if not orders:
+        _is_exact(report)
+
+
+@pytest.mark.promise("numbers of a dataset, as the workers have them that were made of it")
+@CHECKED
+@pytest.mark.parametrize("workers", [PERSISTENT, TWO], ids=str)
+def test_workers_get_the_copy_of_the_dataset_that_they_had(lab: Lab, workers: Workers, check: str) -> None:
+    kills = [("committed", 2), ("committed", BATCHES), ("epoch end", 1), ("committed", 1)]
+    survives(lab, lambda process: _sets_the_epoch(process, workers), kills, check)
+
+
 def test_samples_that_are_chosen_again_behind_a_resume_are_the_same(lab: Lab) -> None:
     dies_and_goes_on(lab, lambda dies: _choose_samples(process_of(lab, dies, "off"), again=True), ("committed", 3))
 
@@ -695,6 +733,7 @@ def test_generators_that_are_carried_or_seeded_again_raise_no_alarm(lab: Lab, lo
 
 @pytest.mark.promise("a generator in a variable of the loop, or of a loader there, that has drawn in training")
 @pytest.mark.promise("numbers and indices of a dataset that were changed before the pass, and are not made again")
+@pytest.mark.promise("indices of a dataset that were changed after workers were made, which keep a copy")
 @pytest.mark.promise(
     "a plain loop of which it is not known how many batches it has fetched ahead; one that draws from the global "
     "generators between `iter()` and the first batch; a pass over a second loader that may have been left"
@@ -712,6 +751,11 @@ def test_generators_that_are_carried_or_seeded_again_raise_no_alarm(lab: Lab, lo
         (partial(_bounded, zipped=True), 2, "the pass becomes longer than it was"),
         (_seeds_evaluation_once, 5, "persistent workers, which torch seeds once"),
         (_choose_samples, 3, "loader.dataset.indices had been changed before this pass"),
+        (
+            partial(_sets_the_epoch, workers=PERSISTENT, orders=True),
+            BATCHES + 2,
+            "loader.dataset.order was another one in the copy of the dataset that the workers had",
+        ),
         (_evaluates_a_part, BATCHES + 2, "the variable some.generator of _evaluates_a_part() is not carried"),
         (_draws_now_and_then, 6, "the variable generator of _draws_now_and_then() is not carried"),
     ],

@@ -171,7 +171,7 @@ def comparable(position: dict[str, Any], *, between_passes: bool = False) -> dic
     part = {name: value for name, value in position.items() if name not in left_out}
     if part.get("pass") is not None:
         # Which worker's end of data arrives first is chance, and each arrival dispatches another batch.
-        skipped = {"choices", *(_DISPATCHED if position.get("iterable") else ())}
+        skipped = {"choices", "forked", *(_DISPATCHED if position.get("iterable") else ())}
         part["pass"] = {name: value for name, value in part["pass"].items() if name not in skipped}
     return part
 

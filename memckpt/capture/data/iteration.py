@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -39,6 +39,10 @@ _SHARED_STREAM = (
 _CHOSEN = (
     "loader.{} had been changed before this pass in the run that is continued, and has another value. Samples may "
     "differ. Carry it: register('data', DATASET, attributes=['{}'])"
+)
+_COPIED = (
+    "loader.{} was another one in the copy of the dataset that the workers had, and theirs is now made anew. Samples "
+    "may differ. Set it once, before the loader is iterated, or persistent_workers=False"
 )
 _KEPT = (
     "loader.{} changes, and is not carried: it is no list, dict, deque or array, or has over 4096 elements; derive the "
@@ -223,6 +227,8 @@ class LoaderRecord:
         self._look_at_samplers()
         self.current = Pass(self.phase(), self._samples(), self._changed_choices(), lookahead=self.lookahead)
         self.begun = True
+        if loader.num_workers:
+            self.current.forked = self.own.copied()
         return self._construct(loader, base, self.current)
 
     def _samples(self) -> int | None:
@@ -245,6 +251,26 @@ class LoaderRecord:
     def _changed_choices(self) -> dict[str, int]:
         born = self._born_choices
         return {path: digest for path, digest in self.own.choices().items() if digest != born.get(path)}
+
+    @contextmanager
+    def _copying(self, current: Pass) -> Iterator[None]:
+        """Let workers that are made in the block have the copy of the datasets that the recorded ones had.
+
+        What neither run has changed since it made its loader is configuration, and stays as it is.
+        """
+        recorded, now, born = current.forked, self.own.copied(), self._born_choices
+        moved = {
+            path
+            for path, digest in recorded.get("choices", {}).items()
+            if now["choices"].get(path) != digest
+            and (now["choices"].get(path) != born.get(path) or path in current.choices)
+        }
+        numbers = {path: recorded["numbers"][path] for path in moved if path in recorded["numbers"]}
+        for path in sorted(moved - numbers.keys()):
+            self.depart(_COPIED.format(path))
+        with self.own.holding(numbers):
+            current.forked = self.own.copied()
+            yield
 
     def _resumed_iterator(self, loader: DataLoader[Any], base: type[DataLoader[Any]], position: dict[str, Any]) -> Any:
         record, exhausted = position["pass"], position["exhausted"]
@@ -272,7 +298,8 @@ class LoaderRecord:
             self.enter(record["construction"])
             self.holding = loader.num_workers > 0 and not iterable
             try:
-                iterator = self._construct(loader, base, current)
+                with self._copying(current) if loader.num_workers else nullcontext():
+                    iterator = self._construct(loader, base, current)
             finally:
                 self.holding = False
             if iterable and not current.drained:
@@ -360,6 +387,7 @@ class LoaderRecord:
             sent[worker_id] += len(range(ended.dispatched)[worker_id::workers])
             sent[worker_id] -= len(range(ended.skipped)[worker_id::workers])
         self.current = Pass(ended.construction, self._samples(), self._changed_choices(), lookahead=self.lookahead)
+        self.current.forked = ended.forked
         iterator._memckpt_pass = self.current
         iterator._memckpt_over = False
         self._look_at_samplers()

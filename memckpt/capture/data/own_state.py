@@ -300,6 +300,35 @@ class OwnObjects:
             if (digest := _digest_of_numbers(value)) is not None
         }
 
+    def copied(self) -> dict[str, Any]:
+        """What a copy of the datasets chooses samples by: :meth:`choices`, and the numbers among them; by path."""
+        return {
+            "choices": self.choices(),
+            "numbers": {
+                f"{path}.{name}": value
+                for path, dataset in self._datasets.items()
+                for name, value in _small_numbers(dataset).items()
+            },
+        }
+
+    @contextmanager
+    def holding(self, numbers: Mapping[str, int | float]) -> Iterator[None]:
+        """Give datasets these numbers, by path, within the block."""
+        places = [
+            (_own_dict(dataset), name, numbers[f"{path}.{name}"])
+            for path, dataset in self._datasets.items()
+            for name in _own_dict(dataset)
+            if f"{path}.{name}" in numbers
+        ]
+        before = [own[name] for own, name, _ in places]
+        try:
+            for own, name, value in places:
+                own[name] = value
+            yield
+        finally:
+            for (own, name, _), value in zip(places, before, strict=True):
+                own[name] = value
+
     def versions(self) -> dict[tuple[int, str], tuple[Any, list[int]]]:
         """How often torch saw tensors of the datasets written that the last walk found; called for each batch."""
         found = {}
@@ -402,10 +431,12 @@ def changed(before: OwnState, now: OwnState) -> Progress:
 
 
 def _small_numbers(found: Any) -> dict[str, int | float]:
-    """The numbers among an object's attributes that the codec takes."""
+    """The numbers and flags among an object's attributes that the codec takes."""
     own = _own_dict(found).items()
     return {
-        name: value for name, value in own if type(value) in (int, float) and (value != value or abs(value) < 2**63)
+        name: value
+        for name, value in own
+        if type(value) in (bool, int, float) and (value != value or abs(value) < 2**63)
     }
 
 

@@ -35,6 +35,8 @@ class Pass:
     """Length of the dataset as the pass began; None where it has none."""
     choices: dict[str, int] = field(default_factory=dict)
     """Checksums, as the pass began, of what datasets choose samples by and training has changed; by path."""
+    forked: dict[str, Any] = field(default_factory=dict)
+    """What datasets chose samples by as the workers were made, which keep their copies: see `OwnObjects.copied`."""
     worker_start: WorkerStates = field(default_factory=dict)
     worker_states: WorkerStates = field(default_factory=dict)
     """After the newest batch that was handed out."""
@@ -137,6 +139,7 @@ class Pass:
             "construction": self.construction,
             "samples": self.samples,
             "choices": self.choices,
+            "forked": self.forked,
             "worker_start": dict(self.worker_start),
             "worker_states": worker_states,
             "sampler_start": self.sampler_start,
@@ -158,6 +161,7 @@ class Pass:
             construction=record["construction"],
             samples=record["samples"],
             choices=record["choices"],
+            forked=record.get("forked", {}),
             worker_start=dict(record["worker_start"]),
             worker_states=dict(record["worker_states"]),
             sampler_start=None if start is None else (start[0], start[1]),
