@@ -216,8 +216,8 @@ def recreate_persistent_iterator(loader: DataLoader[Any], position: dict[str, An
     """Give a loader with persistent workers the iterator that the killed process had at `position`.
 
     For loaders between two passes (validation). Their workers are seeded once in a process's life, so the next iter()
-    must find them instead of drawing a seed. Does nothing without persistent workers, or if the killed process had no
-    iterator. Leaves the global generators as they are.
+    must find them instead of drawing a seed. A stream is read again, as it may go on from pass to pass. Does nothing
+    for other loaders, or if the killed process had no iterator. Leaves the global generators as they are.
 
     Raises:
         DataPositionError: as for `resume`.
@@ -225,9 +225,14 @@ def recreate_persistent_iterator(loader: DataLoader[Any], position: dict[str, An
     record = _require(loader)
     _validate(loader, position)
     record.restore_own(position)
-    if loader.persistent_workers and position["has_iterator"] and position["pass"] is not None:
+    if position["pass"] is None:
+        return
+    persistent = loader.persistent_workers and position["has_iterator"]
+    if persistent or record.goes_on(loader, position["pass"]):
         record.resume(loader, {**position, "exhausted": True})
-        loader._iterator = loader._get_iterator()
+        iterator = loader._get_iterator()
+        if persistent:
+            loader._iterator = iterator
         record.restore_own(position)
 
 

@@ -32,6 +32,10 @@ _OTHER_STREAM = (
     "the stream {} gave other samples when its first {} batches were read again. Some samples are trained twice, and "
     "others never. Give what shuffles it a seed that is the same at each start"
 )
+_OTHER_PASS = (
+    "the stream {} gave other samples when its last pass, of {} batches, was read again. Those of later passes may be "
+    "others, too. Let each pass follow from numbers that it counts in attributes, or from a seed"
+)
 _SHARED_STREAM = (
     "the stream {} draws from the global generator of {} while training draws from it too, so that it may be another "
     "one when it is read again; give it a generator of its own, or a worker"
@@ -100,6 +104,7 @@ class LoaderRecord:
         self._positions = 0
         self._looks_quickly = False
         self._after_fetch: RngState | None = None
+        self._ended_with: tuple[int, int] | None = None
         self.inexact: dict[str, None] = {}
         """Why resumes of this loader are not exact, as far as that has shown; one reason each."""
         self.iterated_before = getattr(loader, "_iterator", None) is not None
@@ -284,12 +289,14 @@ class LoaderRecord:
             if chosen.get(path) != digest and not exhausted:
                 self.depart(_CHOSEN.format(path, path.rpartition(".")[2]))
         current.exhausted = exhausted
-        if exhausted and not persistent and not position["has_iterator"]:
+        again = exhausted and self.goes_on(loader, record)
+        only_read = exhausted and not persistent and not position["has_iterator"]
+        if only_read and not again:
             self.resuming = None
             return iter(())
         # Batches that a persistent worker loaded ahead, before it was told to start over, have moved its generators.
         # So they are loaded again, and discarded by the next pass in the same way.
-        current.drained = exhausted and not (persistent and not iterable)
+        current.drained = exhausted and not again and not (persistent and not iterable)
         if current.drained:
             current.replay = None
         elif iterable:
@@ -303,13 +310,15 @@ class LoaderRecord:
             finally:
                 self.holding = False
             if iterable and not current.drained:
-                self._read_and_discard(iterator, record)
+                self._read_and_discard(iterator, record, exhausted)
             else:
                 _advance_counters(iterator, current.batches)
                 if loader.num_workers:
                     self._prime(loader, iterator, record)
         # An empty iteration hands out nothing; the next one is the next pass.
         self.resuming = None if exhausted else position
+        if only_read:
+            return iter(())
         iterator._memckpt_over = exhausted and not current.drained
         iterator._memckpt_resumes = self.resuming
         return iterator
@@ -350,23 +359,48 @@ class LoaderRecord:
         for _ in range(loader.num_workers * (loader.prefetch_factor or 1)):
             iterator._try_put_index()
 
-    def _read_and_discard(self, iterator: Any, record: dict[str, Any]) -> None:
+    def goes_on(self, loader: DataLoader[Any], record: dict[str, Any]) -> bool:
+        """Whether a pass that is over is read again: its stream may go on in the next one, as from an open file.
+
+        What it keeps shows nowhere else. Two passes that were equal show that it keeps nothing.
+        """
+        return (
+            isinstance(loader.dataset, IterableDataset)
+            and (loader.num_workers == 0 or loader.persistent_workers)  # others begin with a new copy
+            and not record.get("repeats", False)
+            and record["digest"] is not None
+            and not self.own.has_loading_streams()
+        )
+
+    def pass_ended(self, current: Pass) -> None:
+        """Note that a pass has no further batch."""
+        if not current.ended:
+            current.ended = True
+            found = current.batches, current.digest
+            current.repeats, self._ended_with = found == self._ended_with, found
+
+    def _read_and_discard(self, iterator: Any, record: dict[str, Any], over: bool) -> None:
         if record["sampler_start"] is not None and iterator._num_workers == 0:
             self.enter(record["sampler_start"][1])  # a dataset written as a generator function draws here
         self.rereading = True
         try:
             for batch in range(record["batches"]):
                 if next(iterator, _END) is _END:
+                    if over:
+                        break
                     raise DataPositionError(
                         f"the dataset {type(iterator._dataset).__name__} ended after {batch} batches, expected at "
                         f"least {record['batches']} as in the run that is continued; it must yield the same samples "
                         "in both runs"
                     )
+            found = iterator._memckpt_pass.digest
+            # A stream may act at its end (count its passes).
+            goes_on = over and record.get("ended", False) and next(iterator, _END) is not _END
         finally:
             self.rereading = False
-        found = iterator._memckpt_pass.digest
-        if record["digest"] not in (None, found) and not self.inexact:
-            self.depart(_OTHER_STREAM.format(type(iterator._dataset).__name__, record["batches"]))
+        if (record["digest"] not in (None, found) or goes_on) and not self.inexact:
+            said = _OTHER_PASS if over else _OTHER_STREAM
+            self.depart(said.format(type(iterator._dataset).__name__, record["batches"]))
         # What was read to be discarded may have drawn otherwise; what follows counts.
         iterator._memckpt_pass.digest = record["digest"] or found
 
@@ -503,6 +537,8 @@ class GraftedIterator:
             data = self._memckpt_base._next_data(self)
         except StopIteration:
             self._settle()
+            if stream:
+                record.pass_ended(current)
             raise
         except Exception:  # counted here, and raised again for the caller
             if current.batches < current.dispatched:

@@ -345,6 +345,11 @@ class OwnObjects:
         self._current()
         return [*self._samplers.values(), *self._streams.values()]
 
+    def has_loading_streams(self) -> bool:
+        """Whether a stream has a state of its own that it can be set to; whoever carries it sets its place."""
+        self._current()
+        return any(callable(getattr(type(each), "load_state_dict", None)) for each in self._streams.values())
+
     def unknown_samplers(self) -> list[str]:
         """Classes of the samplers that are no library's."""
         self._current()

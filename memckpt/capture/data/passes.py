@@ -51,6 +51,10 @@ class Pass:
     """The pass is over although its sampler may have more: dispatch nothing."""
     exhausted: bool = False
     """The caller takes no further batch from this pass."""
+    ended: bool = False
+    """The loader has no further batch."""
+    repeats: bool = False
+    """It has ended, and gave what the one before it gave; known for streams."""
     draws: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Global generators before a draw from the sampler that moved them, by the draw's number, without the first one.
 
@@ -148,6 +152,8 @@ class Pass:
             "dispatched": self.dispatched,
             "dispatched_digest": self.dispatched_digest,
             "sampler_ended": self.sampler_ended,
+            "ended": self.ended,
+            "repeats": self.repeats,
             "draws": dict(self.draws),
             "draws_lost": self.draws_lost,
             "fetches": _counted(fetches[len(fetches) - ahead :]) if len(fetches) >= ahead else [],
@@ -172,6 +178,8 @@ class Pass:
             skipped=record["batches"],
             draws=dict(record["draws"]),
             draws_lost=record["draws_lost"],
+            ended=record.get("ended", False),
+            repeats=record.get("repeats", False),
             replay=record,
             lookahead=lookahead,
             refetch=deque(_repeated(record["fetches"])),
@@ -182,7 +190,7 @@ class Pass:
         self.replay = None
         self.worker_states = dict(self.worker_start)
         self.batches = self.digest = self.dispatched = self.dispatched_digest = self.skipped = 0
-        self.draws, self.draws_lost = {}, False
+        self.draws, self.draws_lost, self.ended = {}, False, False
 
 
 def _counted(fetches: list[Phase]) -> list[tuple[int, Phase]]:

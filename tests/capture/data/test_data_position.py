@@ -11,13 +11,14 @@ import math
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from memckpt.capture import data
 from memckpt.capture.data import iteration
@@ -137,6 +138,88 @@ def test_a_stream_is_read_again_up_to_the_position(workers: Workers, tmp_path: P
     expected = job.uninterrupted()
     assert job.uninterrupted(grafted=True) == expected
     assert job.chain([2, 7]) == expected
+
+
+class GoesOn(IterableDataset[Any]):
+    """Each pass goes on in a reader that is open; `shuffles` instead in an order that each pass shuffles in place."""
+
+    def __init__(self, shuffles: bool = False) -> None:
+        self.reader, self.order, self._shuffles = iter(range(1000)), [*range(6)], shuffles
+
+    def __iter__(self) -> Iterator[int]:
+        if self._shuffles:
+            random.Random(0).shuffle(self.order)
+        yield from self.order if self._shuffles else (next(self.reader) for _ in range(6))
+
+
+class Refills(IterableDataset[Any]):
+    """Each pass is told by the number that it counts, and fills its buffer anew."""
+
+    def __init__(self) -> None:
+        self.passes, self.buffer = 0, [torch.tensor(-1)]
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        self.buffer = [torch.tensor(10 * self.passes + number) for number in range(6)]
+        return iter([int(each) for each in self.buffer])
+
+
+class Same(IterableDataset[Any]):
+    """Every pass gives the same. Counts what has been read in this process, where no capture looks."""
+
+    def __init__(self) -> None:
+        self.read = Counter[str]()
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(6):
+            self.read["samples"] += 1
+            yield number
+
+
+class Loads(Same):
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def _goes_on_behind(dataset: Callable[[], Any], passes: int, workers: Workers, between: bool) -> tuple[bool, str, Any]:
+    """Whether the pass behind `passes` of them is what it was, what is said of the resume, and the resumed dataset."""
+    live, resumed = (DataLoader(dataset(), 2, **workers.arguments()) for _ in range(2))
+    for loader in (live, resumed):
+        data.graft(loader)
+    for _ in range(passes):
+        for _ in live:
+            data.position(live)
+    position = codec.decode(codec.encode(data.position(live, exhausted=True)))
+    if between:
+        data.recreate_persistent_iterator(resumed, position)
+    else:
+        data.resume(resumed, position)
+        assert not [*resumed]
+    same = [each.tolist() for each in live] == [each.tolist() for each in resumed]
+    return same, data.unreplayable(resumed) or "", resumed.dataset
+
+
+@pytest.mark.promise("a stream that gives other samples when it is read again")
+@pytest.mark.parametrize("between", [False, True])
+@pytest.mark.parametrize("workers", [NONE, Workers(1), Workers(1, persistent=True)], ids=str)
+@pytest.mark.parametrize("passes", [1, 2, 3])
+@pytest.mark.parametrize("dataset", [GoesOn, partial(GoesOn, shuffles=True), Refills])
+def test_a_stream_whose_pass_is_over_goes_on_or_that_is_said(
+    dataset: Callable[[], Any], passes: int, workers: Workers, between: bool
+) -> None:
+    """One new process repeats one pass, and a stream's numbers; workers that do not persist begin anew with each."""
+    exact = dataset is Refills or passes == 1 or (workers.count > 0 and not workers.persistent)
+    same, said, _ = _goes_on_behind(dataset, passes, workers, between)
+    assert same is exact
+    assert ("gave other samples when its last pass, of 3 batches, was read again" in said) is not exact
+
+
+@pytest.mark.parametrize(("dataset", "passes", "read"), [(Same, 1, 12), (Same, 2, 6), (Loads, 1, 6)])
+def test_a_pass_that_is_over_is_not_read_again_in_vain(dataset: Any, passes: int, read: int) -> None:
+    """Two equal passes show that nothing goes on; a stream that can be set to a state is at its place."""
+    same, said, resumed = _goes_on_behind(dataset, passes, NONE, between=False)
+    assert same
+    assert not said
+    assert resumed.read["samples"] == read
 
 
 def test_what_was_consumed_counts_not_what_was_fetched_ahead(tmp_path: Path) -> None:
