@@ -386,7 +386,7 @@ def drop_unused_iterator(base: DataLoader[Any]) -> None:
         drop_iterator(base)
 
 
-class OtherLoaders:
+class GeneratorsElsewhere:
     """Generators below loaders that went to `accelerator.prepare` by themselves: for evaluation, say."""
 
     def __init__(self) -> None:
@@ -399,19 +399,19 @@ class OtherLoaders:
         return self._own[base]
 
     def capture(self, bases: Sequence[DataLoader[Any]]) -> list[dict[str, Any]]:
-        return [self._own_of(base).capture()["generators"] for base in bases]
+        return [self._own_of(base).capture_generators() for base in bases]
 
-    def restore(self, bases: Sequence[DataLoader[Any]], states: Sequence[Mapping[str, Any]]) -> str:
-        """Set the generators; returns why that could not be done, in words, or nothing."""
+    def restore(self, bases: Sequence[DataLoader[Any]], states: Sequence[Mapping[str, Any]]) -> str | None:
+        """Set the generators; returns why that could not be done, in words; None if it could."""
         for base, state in zip(bases, states, strict=False):
             own = self._own_of(base)
-            kinds = [{path: each["kind"] for path, each in found.items()} for found in (state, *self.capture([base]))]
-            if kinds[0] != kinds[1]:
+            now = own.capture_generators()
+            if {path: each["kind"] for path, each in now.items()} != {path: state[path]["kind"] for path in state}:
                 return (
                     f"a loader of {type(base.dataset).__name__} has other generators than in the run that is continued"
                 )
             own.restore({"generators": dict(state), "attributes": {}})
-        return ""
+        return None
 
 
 def _iterate(loader: Any) -> Iterator[Any]:

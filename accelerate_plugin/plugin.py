@@ -26,7 +26,7 @@ from accelerate import Accelerator
 import memckpt
 from accelerate_plugin.loaders import (
     Followers,
-    OtherLoaders,
+    GeneratorsElsewhere,
     begun_loaders,
     drop_unused_iterator,
     grafting_stateful_loaders,
@@ -92,7 +92,7 @@ class MemCheckpointPlugin:
         self._session: memckpt.Session | None = None
         self._followers = Followers(self._note_open, self._begin_loop, self._restore_rng)
         self._draws = DrawsAtOpen()
-        self._others = OtherLoaders()
+        self._elsewhere = GeneratorsElsewhere()
         self._at_begin: dict[str, Any] = {}
         self._watch = LoopWatch()
         self._messages = Messages(_log, accelerator.is_main_process)
@@ -310,6 +310,7 @@ class MemCheckpointPlugin:
 
     def _capture(self) -> dict[str, Any]:
         assert self._objects.prepared is not None
+        elsewhere = self._loaders_prepared_elsewhere()
         return {
             "accelerate": accelerate.__version__,
             "epoch": self._epoch,
@@ -320,8 +321,8 @@ class MemCheckpointPlugin:
             "accumulation": (self._accumulation, self.accelerator.gradient_accumulation_steps),
             **self._objects.capture(),
             "loaders": self._followers.states(),
-            "prepared_elsewhere": [iterator_used(each) for each in self._loaders_prepared_elsewhere()],
-            "generators_elsewhere": self._others.capture(self._loaders_prepared_elsewhere()),
+            "prepared_elsewhere": [iterator_used(each) for each in elsewhere],
+            "generators_elsewhere": self._elsewhere.capture(elsewhere),
             "begun": begun_loaders(self.accelerator),
         }
 
@@ -388,7 +389,7 @@ class MemCheckpointPlugin:
             session = self._attached_session("the loop")
             assert session.held is not None
             states = session.held.rank_state[STATE]["generators_elsewhere"]
-            self._warn_inexact(self._others.restore(self._loaders_prepared_elsewhere(), states) or None)
+            self._warn_inexact(self._elsewhere.restore(self._loaders_prepared_elsewhere(), states))
             session.restore_rng()
             if not same(self._objects.capture(), self._at_begin):
                 self._objects.restore(self._at_begin)

@@ -88,7 +88,7 @@ class FitState:
         self.tables = Tables(trainer, internals, messages.warn)
         self._logging = LoggingState(trainer, pl_module, self.beside, internals)
         self._captured: dict[str, Any] | None = None
-        #: What the user's hooks have saved last, before the first capture.
+        #: States that the user's hooks have saved for those who read them, until the first capture.
         self._saved: Mapping[str, Any] = {}
         self._commits = 0
         self._file_entries: dict[str, Any] = {}

@@ -250,18 +250,22 @@ def restore_groups(live: LiveState, described: Mapping[str, Any]) -> None:
                 kind.step = step  # type: ignore[attr-defined]  # a class of optimizers
     live.strangers.keep_described(described.get("strangers", ()))
     restore_trainable(live, described["trainable"])
-    for optimizer, groups in zip(live.optimizers, described["groups"], strict=True):
-        if len(groups) > (made := len(optimizer.param_groups)):
-            _log.warning(
-                "memckpt: %s has the %d groups of the run again, of which the script has made %d. Where it adds the "
-                "others in training, write: if len(optimizer.param_groups) == %d",
-                *(type(optimizer).__qualname__, len(groups), made, made),
-            )
     _link(live, described["groups"], described[LINKS])
     restore_settings(live, described["groups"])
     for optimizer, changed in zip(live.optimizers, described["defaults"], strict=True):
         if changed:
             optimizer.defaults.update(changed)
+
+
+def say_groups_that_are_back(live: LiveState, made: Sequence[int]) -> None:
+    """Name optimizers with more groups than the script has `made`: torch refuses a group that is added once more."""
+    for optimizer, number in zip(live.optimizers, made, strict=True):
+        if (now := len(optimizer.param_groups)) > number:
+            _log.warning(
+                "memckpt: %s has the %d groups of the run again, of which the script has made %d. Where it adds the "
+                "others in training, write: if len(optimizer.param_groups) == %d",
+                *(type(optimizer).__qualname__, now, number, number),
+            )
 
 
 def restore_trainable(live: LiveState, described: Mapping[str, bool]) -> None:

@@ -80,6 +80,19 @@ class _Seen:
 
 
 @dataclass
+class _Generator:
+    """A generator in a variable: a digest of the state in which it was found, and its seed at the last commit.
+
+    `seedings`: number of commits in a row since each of which it was seeded anew. From two on each step seeds it.
+    """
+
+    found: rng.AnyGenerator
+    first: bytes
+    seed: int | None = None
+    seedings: int = 0
+
+
+@dataclass
 class _Found:
     """Findings of a look: modules by name, and tensors in containers by the name of the outermost one.
 
@@ -127,9 +140,9 @@ class LoopVariables:
         #: Samples of what the last look has found and nobody carries, by name: its variable, bytes of some elements.
         #: Each record has them.
         self.samples: dict[str, tuple[str, torch.Tensor]] = {}
-        #: Generators that the last look has found and nobody carries, by name: with digests of their first states.
-        self._generators: dict[str, tuple[rng.AnyGenerator, bytes]] = {}
-        #: By name, digests of the states of those that have drawn in this process. Each record has them.
+        #: Generators that the last look has found and nobody carries, by name.
+        self._generators: dict[str, _Generator] = {}
+        #: By name, digests of the states of those that have drawn, and that not each step seeds. Each record has them.
         self.drawn: dict[str, bytes] = {}
         #: The variables that lead to what the look has found, by its name.
         self._roots: Mapping[str, str] = {}
@@ -151,23 +164,31 @@ class LoopVariables:
     def _keep_generators(self, found: Mapping[str, rng.AnyGenerator]) -> None:
         before, self._generators = self._generators, {}
         for name, generator in list(found.items())[:_MOST_GENERATORS]:
-            held, first = before.get(name, (None, b""))
-            self._generators[name] = generator, first if held is generator else _digest(generator)
+            known = before.get(name)
+            with _skipping(name):
+                if known is None or known.found is not generator:
+                    known = _Generator(generator, _digest(generator))
+                self._generators[name] = known
 
     def _follow_draws(self) -> None:
         """Note the states of generators that have drawn since they were found: what never draws may begin anyhow."""
-        if not self._generators:
-            self.drawn = {}
-            return
-        now = {name: (_digest(generator), first) for name, (generator, first) in self._generators.items()}
-        self.drawn = {name: each for name, (each, first) in now.items() if each != first or name in self.drawn}
+        drawn = {}
+        for name, each in self._generators.items():
+            with _skipping(name):
+                seed = each.found.initial_seed() if isinstance(each.found, torch.Generator) else None
+                each.seedings, each.seed = each.seedings + 1 if seed != each.seed else 0, seed
+                now = _digest(each.found)
+                if (now != each.first or name in self.drawn) and each.seedings < 2:
+                    drawn[name] = now
+        self.drawn = drawn
 
     def differing_draws(self, drawn: Mapping[str, bytes]) -> list[str]:
         """Names of those of :attr:`drawn` that are in another state in this process than there."""
         if not drawn:
             return []
-        found = self._find_all({})[0].generators
-        return [name for name, state in drawn.items() if name in found and _digest(found[name]) != state]
+        self._keep_generators(self._find_all({})[0].generators)
+        found = self._generators
+        return [name for name, state in drawn.items() if name in found and _digest(found[name].found) != state]
 
     def not_restored(self, samples: Mapping[str, tuple[str, torch.Tensor]], provided: Mapping[str, Any]) -> list[str]:
         """Why a resume is not exact: variables are not what they were by the :attr:`samples` of the resumed record.

@@ -74,7 +74,8 @@ class Loop:
         self._in_epochs = False
         self._counts_epochs = False
         self._ended_at_commit = 0
-        self._behind = False
+        #: Whether a commit behind this epoch's batches has been left to the next record.
+        self._has_remainder = False
         self.epoch = 0
         self.batch = 0
         self.found: tuple[str, ...] = ()
@@ -198,7 +199,7 @@ class Loop:
                 self.leave_epoch()
                 self._followers.ended += 1
                 self.epoch += 1
-                self.batch, self._behind = 0, False
+                self.batch, self._has_remainder = 0, False
         finally:
             self._in_epochs = False
 
@@ -225,8 +226,8 @@ class Loop:
         outside = self._in_epochs and len(self._followers) and not self._followers.active
         if outside and self._followers.taken_apart:
             self._warn(TAKEN_APART)
-        elif outside and self.batch and not self._behind:
-            self._behind = True
+        elif outside and self.batch and not self._has_remainder:
+            self._has_remainder = True
             if _BEHIND not in self._said and self._ranks.rank == 0:
                 _log.warning("memckpt: %s", _BEHIND)
             self._said.add(_BEHIND)

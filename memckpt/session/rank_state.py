@@ -41,7 +41,7 @@ Parts = Callable[[Any], Mapping[tuple[ComparedKind, str], Any]]
 _log = logging.getLogger("memckpt")
 _HYPERPARAMETERS = ("groups", "trainable", "state_order")
 #: Names of what optimizers and parameters have set, as a line has them.
-GROUPS, TRAINABLE = "groups", "requires_grad"
+_GROUPS, _TRAINABLE = "groups", "requires_grad"
 _ABSENCES = ("gradients", "pending")
 #: Parts of what is known of gradients that are values.
 _VALUES = ("values", "sparse")
@@ -305,8 +305,8 @@ class RankState:
         return {name: version(tensor) for name, tensor in self._live.tensors().items()}
 
     def _settings_now(self) -> Iterator[tuple[str, Any]]:
-        yield GROUPS, describe_settings(self._live)
-        yield TRAINABLE, describe_trainable(self._live)
+        yield _GROUPS, describe_settings(self._live)
+        yield _TRAINABLE, describe_trainable(self._live)
         for name in self._loaders:
             value = self._captures[name]()
             if not codec.unencodable_paths(value):
@@ -336,9 +336,9 @@ class RankState:
             )
         for name in changed:
             value = codec.decode(self._settings[name])
-            if name == GROUPS:
+            if name == _GROUPS:
                 restore_settings(self._live, value)
-            elif name == TRAINABLE:
+            elif name == _TRAINABLE:
                 restore_trainable(self._live, value)
             else:
                 self._loaders[name](value)

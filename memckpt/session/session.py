@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from memckpt.capture.attributes import modules_beside
 from memckpt.capture.copier import copier_for, device_of
 from memckpt.capture.live_state import LiveState
+from memckpt.capture.param_groups import say_groups_that_are_back
 from memckpt.capture.phases import StallClock
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.step_hooks import StepHooks
@@ -331,7 +332,9 @@ class Session:
 
         Call it once, right before the training loop. Returns None if there is nothing to restore.
         """
+        made = [len(optimizer.param_groups) for optimizer in self._live.optimizers]
         report = self.restore_tensors()
+        say_groups_that_are_back(self._live, made)
         held = self._resumption.held
         if report is not None and held is not None:
             report.because(self._rank_state.load_registered(held.rank_state))
@@ -391,20 +394,21 @@ class Session:
         if report is not None and not self._has_continued and chosen is not None:
             lost = self._rank_state.variables_not_restored(chosen.state)
             self._accept(report.because(*self._loop.found, *lost))
-        if self._resumption.chosen is not None and not self._has_continued:
-            self._rank_state.note_settings()
-        elif self._resumption.chosen is not None:
+        if self._resumption.chosen is None:
+            self._has_continued = True
+        elif self._has_continued:
             self._rank_state.put_settings_back()  # of a loop that goes on only now
             self._go_live()
-        self._has_continued = True
-        if self._resumption.chosen is not None:
+        else:
+            self._has_continued = True
+            self._rank_state.note_settings()
             self._resumption.restoration.restore_rng(self._resumption.chosen)
 
     def _go_live(self) -> None:
         """Restore the RNG states at the first batch of a loop, whose top may have drawn."""
-        if self._resumption.chosen is not None:
-            self._rank_state.find_differing_draws(self._resumption.chosen.state)
-            self._resumption.restoration.restore_rng(self._resumption.chosen)
+        if (chosen := self._resumption.chosen) is not None:
+            self._rank_state.find_differing_draws(chosen.state)
+            self._resumption.restoration.restore_rng(chosen)
 
     # The loop over data
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import memckpt
 from accelerate_plugin import MemCheckpointPlugin
-from accelerate_plugin.loaders import begun_loaders, restore_begun
+from accelerate_plugin.loaders import GeneratorsElsewhere, begun_loaders, restore_begun
 from accelerate_plugin.loop import LoopWatch
 from memckpt.config import MemckptConfig
 from memckpt.errors import (
@@ -464,3 +464,17 @@ def test_an_epoch_without_a_step_is_a_mistake_only_where_none_was_ever_taken() -
     watch.nothing_to_commit()
     with pytest.raises(UsageError, match="no optimizer has stepped"):
         watch.check_epoch(has_stepped=False)
+
+
+def test_generators_of_other_loaders_than_before_are_named_and_left_alone() -> None:
+    elsewhere, generator = GeneratorsElsewhere(), torch.Generator().manual_seed(3)
+    data = TensorDataset(torch.zeros(4))
+    drawn, plain = DataLoader(data, shuffle=True, generator=generator), DataLoader(data)
+    states = elsewhere.capture([drawn])
+    torch.rand(1, generator=generator)
+    moved = generator.get_state()
+    said = "a loader of TensorDataset has other generators than in the run that is continued"
+    assert elsewhere.restore([plain], states) == said
+    assert torch.equal(generator.get_state(), moved)
+    assert elsewhere.restore([drawn], states) is None
+    assert torch.equal(generator.get_state(), torch.Generator().manual_seed(3).get_state())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -331,6 +332,11 @@ class Key:
         raise RuntimeError("nobody should ask")
 
 
+class Stateless(random.Random):
+    def getstate(self) -> Any:
+        raise NotImplementedError
+
+
 def odd_values() -> list[Any]:
     freed = torch.zeros(3)
     freed.untyped_storage().resize_(0)
@@ -338,7 +344,8 @@ def odd_values() -> list[Any]:
     endless.append(endless)
     uninitialized = nn.Module.__new__(nn.Module)
     lazy, meta = nn.LazyLinear(2), torch.zeros(2, 3, device="meta")
-    return [{freed: 1}, {Key(): 1}, Odd(), lazy, [meta, meta], uninitialized, endless, torch.zeros(2).to_sparse(), Odd]
+    tensors = [{freed: 1}, [meta, meta], torch.zeros(2).to_sparse()]
+    return [*tensors, {Key(): 1}, Odd(), lazy, uninitialized, endless, Odd, Stateless(), random.SystemRandom()]
 
 
 def beside(odd: Any, model: nn.Module, look: Callable[[], None]) -> None:

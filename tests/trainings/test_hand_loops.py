@@ -716,6 +716,18 @@ def _draws_what_comes_again(process: Process) -> None:
     _is_exact(report)
 
 
+def _seeds_each_batch(process: Process) -> None:
+    generator = torch.Generator()
+    loader = process.session.loader(make("shuffle", NONE))
+    report = process.session.restore()
+    for epoch in process.session.epochs(3):
+        for number, batch in enumerate(loader, start=process.session.batch):
+            generator.manual_seed(BATCHES * epoch + number)
+            process.take("batch", [batch, torch.rand(2, generator=generator)])
+    process.session.close()
+    _is_exact(report)
+
+
 def _seeds_each_step(process: Process) -> None:
     generator = torch.Generator()
     report = process.session.restore()
@@ -726,7 +738,7 @@ def _seeds_each_step(process: Process) -> None:
 
 
 @pytest.mark.parametrize("check", ["replay", "off"])
-@pytest.mark.parametrize("loop", [_draws_what_comes_again, _seeds_each_step])
+@pytest.mark.parametrize("loop", [_draws_what_comes_again, _seeds_each_batch, _seeds_each_step])
 def test_generators_that_are_carried_or_seeded_again_raise_no_alarm(lab: Lab, loop: Any, check: str) -> None:
     survives(lab, loop, [("committed", 7), ("committed", 3)], check)
 

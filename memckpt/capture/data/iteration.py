@@ -69,7 +69,7 @@ def followed() -> Iterator[object]:
 
 
 def parts_of(loader: DataLoader[Any]) -> dict[str, object]:
-    """What a loader draws from, by name: all that its :class:`OwnObjects` are found below."""
+    """Objects below which the :class:`OwnObjects` of a loader are found, by name."""
     names = ("generator", "batch_sampler", "sampler", "dataset")
     collate_fn = loader.collate_fn
     if isinstance(collate_fn, ShippingCollate):
@@ -273,7 +273,7 @@ class LoaderRecord:
         numbers = {path: recorded["numbers"][path] for path in moved if path in recorded["numbers"]}
         for path in sorted(moved - numbers.keys()):
             self.depart(_COPIED.format(path))
-        with self.own.holding(numbers):
+        with self.own.with_numbers(numbers):
             current.forked = self.own.copied()
             yield
 
@@ -395,10 +395,10 @@ class LoaderRecord:
                     )
             found = iterator._memckpt_pass.digest
             # A stream may act at its end (count its passes).
-            goes_on = over and record.get("ended", False) and next(iterator, _END) is not _END
+            is_longer = over and record.get("ended", False) and next(iterator, _END) is not _END
         finally:
             self.rereading = False
-        if (record["digest"] not in (None, found) or goes_on) and not self.inexact:
+        if (record["digest"] not in (None, found) or is_longer) and not self.inexact:
             said = _OTHER_PASS if over else _OTHER_STREAM
             self.depart(said.format(type(iterator._dataset).__name__, record["batches"]))
         # What was read to be discarded may have drawn otherwise; what follows counts.

@@ -236,14 +236,18 @@ class OwnObjects:
 
     def capture(self) -> OwnState:
         """The state of every generator and sampler, and the numbers of streams, which may count passes; by path."""
-        self._current()
         return {
-            "generators": {path: rng.capture_generator(each) for path, each in self._generators.items()},
+            "generators": self.capture_generators(),
             "attributes": {
                 **{path: self._values(path, sampler) for path, sampler in self._samplers.items()},
                 **{path: _small_numbers(stream) for path, stream in self._streams.items()},
             },
         }
+
+    def capture_generators(self) -> dict[str, Any]:
+        """The states of the generators alone, by path."""
+        self._current()
+        return {path: rng.capture_generator(each) for path, each in self._generators.items()}
 
     def _values(self, path: str, sampler: Any) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -301,7 +305,7 @@ class OwnObjects:
         }
 
     def copied(self) -> dict[str, Any]:
-        """What a copy of the datasets chooses samples by: :meth:`choices`, and the numbers among them; by path."""
+        """Checksums and numbers by which a copy of the datasets chooses samples, see :meth:`choices`; by path."""
         return {
             "choices": self.choices(),
             "numbers": {
@@ -312,7 +316,7 @@ class OwnObjects:
         }
 
     @contextmanager
-    def holding(self, numbers: Mapping[str, int | float]) -> Iterator[None]:
+    def with_numbers(self, numbers: Mapping[str, int | float]) -> Iterator[None]:
         """Give datasets these numbers, by path, within the block."""
         places = [
             (_own_dict(dataset), name, numbers[f"{path}.{name}"])
