@@ -25,8 +25,8 @@ _log = logging.getLogger("lightning_memckpt")
 class MemCheckpoint(pl.Callback):
     """Protects every optimizer step of `trainer.fit`, and resumes at the exact step after any crash.
 
-    Start the same script again, and training continues after the last step taken: weights, optimizer, schedulers, data
-    order, RNG, logged epoch averages and callbacks are, bit for bit, those of an uninterrupted run. `fit` needs no
+    Start the same script again, and training continues after the last step taken. Weights, optimizer, schedulers,
+    data order, RNG, logged epoch averages and callbacks are, bit for bit, those of an uninterrupted run. `fit` needs no
     arguments for that, and the position in the list of callbacks does not matter. State that cannot be repeated is
     reported before training starts.
 

@@ -269,7 +269,7 @@ class Loaders:
     def _set_up_validation(self, held: Positions) -> None:
         """Create the validation loaders now if the killed process had them.
 
-        Lightning does so in a fresh start (for its sanity check), but on a restart only in epochs that validate; a
+        Lightning does so in a fresh start (for its sanity check), but on a restart only in epochs that validate. A
         persistent worker pool would then be created later, and draw from the global RNG.
         """
         trainer = self._trainer

@@ -1,7 +1,8 @@
 """Re-entry of a resumed fit into Lightning's loops, directly behind the captured batch.
 
-Lightning's own state, saved at the end of a training batch, does not lead back to that point: the batch would not count
-as completed, a validation due after it would be skipped, and an epoch that it finished would end without its hooks.
+Lightning's own state, saved at the end of a training batch, does not lead back to that point. The batch would
+not count as completed, a validation due after it would be skipped, and an epoch that it finished would end without its
+hooks.
 Pure functions over the loops' state dictionary edit it.
 
 After the last step of a run (`max_steps` reached, or `trainer.should_stop` set) a validation and the epoch's end hooks

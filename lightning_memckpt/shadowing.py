@@ -14,7 +14,7 @@ from typing import Any
 class _Shadow:
     """The entry in the instance's ``__dict__`` while a method is shadowed.
 
-    Copies and pickles of the instance get their class's method back: a user's deep copy or file of the whole module
+    Copies and pickles of the instance get their class's method back. A user's deep copy or file of the whole module
     must not contain our hook, and through it the trainer.
     """
 

@@ -1,6 +1,6 @@
 """State from user code: callbacks, and hooks of the LightningModule and the datamodule.
 
-State that the safe codec does not take is left out and logged once, and training continues: a callback with a file
+State that the safe codec does not take is left out and logged once, and training continues. A callback with a file
 handle in its state must not cost the user the protection of everything else.
 """
 

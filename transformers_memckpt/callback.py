@@ -22,7 +22,7 @@ class MemCheckpointTrainerCallback(TrainerCallback):
     """Protects every optimizer step of `Trainer.train()`, and resumes at the exact step after any crash.
 
     transformers does not tell a callback its Trainer, so pass it to `attach`, or use `protect`. Start the same script
-    again, and training continues after the last step taken: weights, optimizer, scheduler, data order, generators,
+    again, and training continues after the last step taken. Weights, optimizer, scheduler, data order, generators,
     `TrainerState` and the logged losses are, bit for bit, those of an uninterrupted run. `train` needs no arguments for
     that.
 

@@ -158,9 +158,9 @@ class AcceleratorCopier:
     """Copies on a side stream into page-locked slots.
 
     Tensors are gathered into buckets of :attr:`BUCKET_BYTES` before they are launched, so that the streams synchronize
-    once per layer and not once per parameter (REFT's tiny buckets). A launch takes 50 us of the host, and so does each
-    copy: small tensors whose places lie side by side are copied together, by way of memory of the device that is laid
-    out like the places. What the last bucket delays is 0.6 ms at 50 GB/s. Large tensors are cut: what the user's
+    once per layer and not once per parameter (REFT's tiny buckets). A launch takes 50 us of the host, and so does
+    each copy. Small tensors whose places lie side by side are copied together, by way of memory of the device that is
+    laid out like the places. What the last bucket delays is 0.6 ms at 50 GB/s. Large tensors are cut: what the user's
     program reads from the device meanwhile waits for one part only.
 
     Until a stream has been made to wait for the copies of what was made on it, references keep its memory from being

@@ -48,7 +48,7 @@ class PendingGradients:
     Some gradients are never used. In adversarial training a generator's backward reaches the critic, whose gradients
     are discarded before its own backward. At the end of the batch they look like accumulated ones, so a family counts
     as pending until its gradients were seen to be discarded once. From then on they are assumed to be, and each time
-    that is verified: if they are used after all, a warning follows and the family counts as pending from then on.
+    that is verified. If they are used after all, a warning follows and the family counts as pending from then on.
 
     Args:
         optimizers: all optimizers of the session.

@@ -1,7 +1,7 @@
 """Variables of a training loop that hold what nobody carries: averages of the weights, target networks, generators.
 
 A record carries what hangs on the model and what the session was given. What stands in a variable beside them starts
-over at a resume, so the loop's variables are looked at, and what changes is named while there is time to register it.
+over at a resume. So the loop's variables are looked at, and what changes is named while there is time to register it.
 """
 
 from __future__ import annotations

@@ -284,8 +284,8 @@ def _memory_of(tensor: torch.Tensor) -> memoryview:
 class StaticWatch:
     """Watches tensors that are staged once per generation: if a counter has moved, the copy is compared.
 
-    Writes that escape the counters (a momentum encoder updated through ``.data``) show in the values of host tensors:
-    the first checks compare all values with the copy, later ones a sample with its former values.
+    Writes that escape the counters (a momentum encoder updated through ``.data``) show in the values of host tensors.
+    The first checks compare all values with the copy, later ones a sample with its former values.
     """
 
     def __init__(self, writer: SlotWriter) -> None:

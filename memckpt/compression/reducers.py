@@ -321,7 +321,7 @@ class PowerSgdReducer(Reducer):
     """A matrix M of each gradient as P Q^T: P = M Q with the Q of the step before, made orthonormal, then Q = M^T P.
 
     P is averaged a bucket at a time, as backward makes it, all Q together behind the last bucket. The hook of the last
-    bucket waits for all P and begins to average Q itself: ranks must begin their communication in the same order, which
+    bucket waits for all P and begins to average Q itself. Ranks must begin their communication in the same order, which
     callbacks have not, and DDP begins more of it behind the last bucket. The gradient is computed from both factors as
     redo does it (:func:`~memckpt.state.encodings.product`), and not by a matrix product.
     """

@@ -131,8 +131,8 @@ def behind(
 ) -> torch.futures.Future[Averaged]:
     """Fill a bucket's buffer once all collectives, at least one, are done; what one has raised is the result's.
 
-    If their tensors are on an accelerator, the action runs on a stream of its own, which waits for them; a
-    future of torch's that collects others knows no device, and would have the caller's stream wait.
+    If their tensors are on an accelerator, the action runs on a stream of its own, which waits for them. A future of
+    torch's that collects others knows no device, and would have the caller's stream wait.
     """
     first, *others = futures
     if others and buffer.device.type == "cpu":  # a callback that waited would keep a thread that the others need

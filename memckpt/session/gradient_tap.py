@@ -226,7 +226,7 @@ def _refuse_hooks(name: str, data_parallel: DistributedDataParallel) -> None:
 def period_for(numel: int, encoded: int, params: int, on_host: bool) -> int:
     """T, the number of steps over which everything is copied once; `encoded` is the bytes of compressed gradients.
 
-    Anchors take 12/T bytes per parameter with Adam, and would outweigh a gradient of c bytes: so T is 12/c or more,
+    Anchors take 12/T bytes per parameter with Adam, and would outweigh a gradient of c bytes. So T is 12/c or more,
     unless redo at a restore, T/2 records for each of about T pieces more than there are parameters, would take longer
     than :data:`REDO_SECONDS`.
     """

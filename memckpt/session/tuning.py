@@ -252,7 +252,7 @@ def tell_when_log_pays(storage: StorageConfig | None, spec: StateSpec) -> None:
 class FailureRate:
     """Estimate of a job's rate of failures from those that it has had; older ones are discounted, the last eight count.
 
-    The mean of a Gamma distribution: before the first failure it is the expected rate, which weighs as much as one
+    The mean of a Gamma distribution. Before the first failure it is the expected rate, which weighs as much as one
     failure where the user has given the MTBF, and a tenth of one where it is a guess (one a day).
     """
 

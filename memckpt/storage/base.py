@@ -4,8 +4,8 @@ In memory it is a copy of the state: parameters and optimizer state as in a repl
 local rank. In a store its tensors are called ``model.<name>`` and ``optimizers.<index>.<name of the parameter>.<key>``.
 
 Each node writes its shard of a sharded tensor under the same name, at the shard's offset. Tensors private to a rank
-(buffers), or to the ranks that hold the same shards (plain tensors beside sharded ones), have these names for rank 0;
-for other ranks the prefix ``ranks.<first of these ranks>.`` is added.
+(buffers), or to the ranks that hold the same shards (plain tensors beside sharded ones), have these names for rank 0.
+For other ranks the prefix ``ranks.<first of these ranks>.`` is added.
 """
 
 from __future__ import annotations

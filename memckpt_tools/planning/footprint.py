@@ -197,7 +197,7 @@ def redo_seconds(records: float, parameters: float, parameters_per_second: float
 def from_window_seconds(held: Held, copy_bytes_per_second: float, parameters_per_second: float) -> float:
     """Time to restore from a window in this node's memory (lazy): copy its anchors, then redo.
 
-    Anchors in a record are the state before its step, and each of the last T records anchors its share of a node: so
+    Anchors in a record are the state before its step. Each of the last T records anchors its share of a node: so
     (T + 1)/2 records are redone for a parameter on average. Source: docs/design.md, "The idea" and "A resume".
     """
     redone = redo_seconds((held.period + 1) / 2, held.parameters, parameters_per_second)

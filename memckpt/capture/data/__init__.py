@@ -1,8 +1,8 @@
 """Exact resume of the data position of a PyTorch DataLoader after its process was killed.
 
 `graft` adopts a loader in place, and its `position` is read after every step. In a new process `resume` makes the next
-iteration continue after that position: same indices in the same order, same random augmentation in the same workers,
-and no skipped sample is loaded.
+iteration continue after that position. Indices come in the same order, and workers draw the same augmentation. No
+skipped sample is loaded.
 
     graft.py        public functions
     iteration.py    a loader's record, and the classes of grafted loaders and iterators

@@ -57,7 +57,7 @@ class _HeldBucket:
 class BucketTap(Tap):
     """Stages each bucket's synchronized gradients, which the communication hook's future carries.
 
-    DDP takes one communication hook. Ours calls the user's, if it is registered later; without one it averages as DDP
+    DDP takes one communication hook. Ours calls the user's, if it is registered later. Without one it averages as DDP
     itself does, by multiplying with 1/N (torch's stock hook divides, which gives other bits at N = 3).
 
     With three ranks or more the order of a sum depends on an element's position in a buffer, and DDP rebuilds its

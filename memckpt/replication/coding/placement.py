@@ -102,7 +102,7 @@ def _sort_by_domain(nodes: Sequence[int], domains: Sequence[Path]) -> list[int]:
 def _lay_ring(group: Sequence[int], domains: Sequence[Path]) -> list[int]:
     """Order a group such that nodes of one domain are as far from each other as can be.
 
-    The ring is cut into as many rows as the largest domain has nodes; written column by column, a domain has at most
+    The ring is cut into as many rows as the largest domain has nodes. Written column by column, a domain has at most
     one node in a row, and a row's length lies between two.
     """
     rows, depth = 1, len(domains[group[0]])

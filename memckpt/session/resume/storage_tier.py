@@ -245,8 +245,8 @@ class StorageTier:
         Damaged candidates are skipped. One that cannot be read may be good: it is tried again, then it is an error,
         unless the user has asked for an older step (`by_hand`).
 
-        Where training does not go on exactly, ranks that were seeded alike get the rank state of one and the same rank:
-        ranks that share the work of a layer (tensor parallelism) must draw alike.
+        Where training does not go on exactly, ranks that were seeded alike get the rank state of one and the same
+        rank. Ranks that share the work of a layer (tensor parallelism) must draw alike.
 
         Raises:
             StorageError: the newest candidate that may be good cannot be read.
