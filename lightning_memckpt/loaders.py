@@ -90,11 +90,11 @@ class Loaders:
         ours = set(self._trainer.lightning_module.modules())
         used: list[nn.Module] = []
 
-        def look(module: nn.Module, _: Any) -> None:
+        def note_ours(module: nn.Module, _: Any) -> None:
             if not used and module in ours:
                 used.append(module)
 
-        handle = register_module_forward_pre_hook(look)
+        handle = register_module_forward_pre_hook(note_ours)
         try:
             yield
         finally:

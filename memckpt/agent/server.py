@@ -120,7 +120,7 @@ class Agent:
         self._stop_answering()
         self._gate.turn_away()
         self._tell_trainers(said.Leaving())
-        self._peers.leave()  # trainers start another agent, which listens where this one does
+        self._peers.leave_node()  # trainers start another agent, which listens where this one does
         # Last, as a replica may have to go forward first, which takes its time.
         self._lifetime.end_when_saved(reason, ordered=True)
 

@@ -136,7 +136,7 @@ class PendingGradients:
             family for family, shows in self._waiting.items() if not shows or not self._thrown_away.get(family, False)
         ]
         for family in [one for one, shows in self._waiting.items() if shows]:
-            self._leave(family, assumed=not blocking)
+            self._leave_family(family, assumed=not blocking)
         self._count_blocked(blocking)
         return not blocking
 
@@ -175,7 +175,7 @@ class PendingGradients:
         self._assumed.clear()
         self._blocked = 0
 
-    def _leave(self, family: Family, assumed: bool) -> None:
+    def _leave_family(self, family: Family, assumed: bool) -> None:
         if assumed:
             self._assumed.add(family)
         if family not in self._left:
@@ -226,7 +226,7 @@ class PendingGradients:
         self._thrown_away = {tuple(family): known for family, known in captured["thrown_away"]}
         for family in captured["left"]:
             self._waiting[tuple(family)] = True
-            self._leave(tuple(family), assumed=True)
+            self._leave_family(tuple(family), assumed=True)
 
 
 #: None: no gradient. Else its layout ("dense" or "sparse"), its dtype and, if sparse, its number of sparse dimensions.

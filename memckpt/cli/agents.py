@@ -80,7 +80,7 @@ def stop(
         raise ConfigurationError(f"--node {node}: expected it with RUN; --all ends the agents of all nodes' names here")
     ended = []
     for each in agents_here() if run is None else _agent_of(AgentAddress.of(run, node)):
-        ended.append(_end(each, discard))
+        ended.append(_end_agent(each, discard))
         for line in () if as_json else _said(ended[-1]):
             typer.echo(line)  # at once: the next one may write for minutes
     if as_json:
@@ -109,7 +109,7 @@ def _agent_of(address: AgentAddress) -> Iterator[AgentHere]:
     yield AgentHere(address.connect, status.pid, status)
 
 
-def _end(agent: AgentHere, discard: bool) -> _Ended:
+def _end_agent(agent: AgentHere, discard: bool) -> _Ended:
     """End one agent; a problem does not keep others from it."""
     status = agent.status
     if status is None:

@@ -205,15 +205,15 @@ class Auditor:
         try:
             found = self._slots[one.key].go_on(one)
         except DamagedStateError:
-            return self._end(one, late=True)
+            return self._end_audit(one, late=True)
         except MemoryError as error:  # says nothing of the step
-            return self._end(one, problem=_problem(error))
+            return self._end_audit(one, problem=_problem(error))
         except Exception as error:  # a restore would redo it alike
             first = self._slots[one.key].layout.spec.params[one.pieces[0].param].tensor.name
-            return self._end(one, ulp=math.inf, tensor=first, problem=_problem(error))
-        return None if found is None else self._end(one, ulp=found[0], tensor=found[1] if found[0] else "")
+            return self._end_audit(one, ulp=math.inf, tensor=first, problem=_problem(error))
+        return None if found is None else self._end_audit(one, ulp=found[0], tensor=found[1] if found[0] else "")
 
-    def _end(self, one: _Running, **found: Any) -> Audited:
+    def _end_audit(self, one: _Running, **found: Any) -> Audited:
         self._running.remove(one)
         return self._answer(one.key, one.first, **found)
 

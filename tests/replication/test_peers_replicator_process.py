@@ -139,7 +139,7 @@ def test_a_recovery_that_is_cut_off_lets_go_of_what_it_has(desk: Desk, end: Call
 def test_an_agent_that_leaves_has_its_replicator_leave_at_once(desk: Desk) -> None:
     """It may save for minutes, and its successor's listens at the same port."""
     desk.begin()
-    desk.peers.leave()
+    desk.peers.leave_node()
     assert desk.started[0].sent[-1] == replication.Drain(finished=False)
     desk.peers.sync(holding(1, 1, 3))
     assert desk.started[0].sent[-1] == replication.Drain(finished=False), "nothing follows"

@@ -116,7 +116,7 @@ class OwnReplicator:
         except AgentGoneError as error:
             _log.warning("could not confirm that peers received the final records: %s", error)
 
-    def leave(self) -> None:
+    def leave_peers(self) -> None:
         """Have it leave its peers, once they have what is on its way, to one that listens in its place."""
         self._forget_attempt()
         self.send(replication.Drain(finished=False))

@@ -74,12 +74,12 @@ class Peers:
         if self._job is not None:
             self.replicator.drain()
 
-    def leave(self) -> None:
+    def leave_node(self) -> None:
         """Leave the place of this node to another agent, which trainers start while this one saves what it holds."""
         self._give_up_recovery("the agent leaves")
         self._job = None
         self._records.clear()
-        self.replicator.leave()
+        self.replicator.leave_peers()
 
     def close(self) -> None:
         self._give_up_recovery("the agent leaves")
