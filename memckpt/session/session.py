@@ -469,9 +469,9 @@ class Session:
             epoch_over: the loop over a :meth:`loader` is left after this batch although it has more.
 
         Returns:
-            True if this was a restore point; False if the record goes on: gradients are being accumulated, or it is
-            an accumulation's remainder, behind the loop over a followed loader. In mode
-            ``"snapshot"`` one restore point of `snapshot_every_steps` can be resumed, the others are taken again.
+            True if this was a restore point. False if the record goes on, as gradients are being accumulated, or as
+            an accumulation's remainder is behind the loop over a followed loader. In mode ``"snapshot"`` one restore
+            point of `snapshot_every_steps` can be resumed, the others are taken again.
         """
         if self._closed:
             raise UsageError("commit() after close(): attach again to go on")
