@@ -26,11 +26,11 @@ from memckpt import MemckptConfig, Session, StorageConfig
 from memckpt.config import StorageMode
 from memckpt.recovery.from_storage import StoredState
 from memckpt.storage import dcp as ours
-from memckpt.storage.base import model_name, state_name
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.chain import stored_points
 from memckpt.storage.format import decode_node_state
 from memckpt.storage.local_store import LocalStore
+from memckpt.storage.node_files import model_name, state_name
 from memckpt.storage.store import Store, StoredFile, read_back, verify_files
 
 MODES: tuple[StorageMode, ...] = ("replica", "log")

@@ -46,7 +46,7 @@ class Host(Protocol):
 
 
 class Siblings(Protocol):
-    """The groups of a node."""
+    """What a group may ask of the other groups of its node."""
 
     def announce(self, ranks: RankGroup, record: int) -> None:
         """Tell the other groups that the group of these ranks takes a checkpoint after a record."""

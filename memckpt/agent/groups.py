@@ -51,7 +51,10 @@ class _Answers:
 
 
 class Groups:
-    """Belongs to the agent's event loop."""
+    """The groups of this node by their ranks, and what concerns several: slots, checkpoints, memory.
+
+    Belongs to the agent's event loop.
+    """
 
     def __init__(self, node: str, host: Host) -> None:
         self._node, self._host = node, host

@@ -16,19 +16,15 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch.optim import Optimizer
 
 from memckpt.capture.data.prefetch import gradients as _gradients
 from memckpt.capture.modules import fsdp1_wrappers
 from memckpt.state.optimizers import dtype_name, dtype_of
-from memckpt.state.tensors import give_gradient, is_dtensor, version
+from memckpt.state.tensors import give_gradient, is_dtensor, local, same_bits, version
 
 if TYPE_CHECKING:
     from memckpt.capture.live_state import LiveState
-
-
-from torch.optim import Optimizer
-
-from memckpt.state.tensors import local, same_bits
 
 #: Indices of the optimizers that own a parameter. Empty for flat parameters, which no optimizer owns directly: they
 #: step its shards.

@@ -58,7 +58,7 @@ class Recorder:
         self.clock = clock
         self.writer: SlotWriter | None = None
         self.record = 0
-        self.graphs = GraphNotes()
+        self.cuda_graphs = GraphNotes()
         self.tap = ""
         self.streams = True
         self.pending = PendingGradients(live.optimizers, self.fail)
@@ -164,7 +164,7 @@ class Recorder:
             False if the backward is being recorded into a graph and not executed.
         """
         if self._copier.recording_graph():
-            self.graphs.backward = True
+            self.cuda_graphs.backward = True
             return False
         if self._marks is not None:
             self._marks.gradient_seen()
@@ -232,7 +232,7 @@ class Recorder:
         if self._copier.recording_graph():
             if self._needs_steps:
                 raise UnsupportedError(_GRAPHED_STEP)
-            self.graphs.step = True
+            self.cuda_graphs.step = True
             return
         try:
             if number in self._begun:
@@ -254,7 +254,7 @@ class Recorder:
         """Note that an optimizer has taken or skipped its step."""
         if self._copier.recording_graph():
             return
-        self.graphs.stepped = True
+        self.cuda_graphs.stepped = True
         self.compiled = self.compiled or ""
         try:
             self.pending.stepped(number)

@@ -30,10 +30,10 @@ from memckpt.state.spec import ParamSpec, Shard, StateSpec, StateTensorSpec, Ten
 from memckpt.state.tensors import fill, local, shard_of
 from memckpt.storage import batch as batches
 from memckpt.storage import dcp
-from memckpt.storage.base import StoredNames, write_commit, write_files
 from memckpt.storage.catalog import Checkpoint
 from memckpt.storage.chain import StoredPoint
 from memckpt.storage.format import NodeState, Part, decode_node_state
+from memckpt.storage.node_files import StoredNames, write_commit, write_files
 from memckpt.storage.store import Store
 
 

@@ -19,8 +19,8 @@ from memckpt.state.optimizers import Missing, beside_tensors, dtype_of, rebuild_
 from memckpt.state.redo import RedoTarget
 from memckpt.state.spec import OwnerSpec, ParamSpec, StateSpec, StateTensorSpec, TensorSpec, is_ours
 from memckpt.state.tensors import is_like, local
-from memckpt.storage.base import StoredNames
 from memckpt.storage.format import NodeState
+from memckpt.storage.node_files import StoredNames
 
 #: Bytes from which on a copy takes long enough for a progress bar.
 _PROGRESS_BYTES = 1 << 30

@@ -141,7 +141,7 @@ class GenerationSwitch:
         same = (writer.spec.mode, writer.spec.every) == (self.request.mode, self.request.every)
         self.after = self._turn(record + 1) if same else record + 1
 
-    def end_self_test(self, record: int) -> None:
+    def update_mode(self, record: int) -> None:
         """Change the mode where the self-test is over, or steps cannot be redone, on all ranks at the same record."""
         if self._mode.after_record(self._recorder.compiled, self._changes.persistent, record):
             self.use_mode()
@@ -234,7 +234,7 @@ class GenerationSwitch:
         """Whether a generation begins after `record`."""
         return self.after is not None and record >= self.after
 
-    def find_differing_ranks(self, record: int) -> None:
+    def make_due_if_ranks_differ(self, record: int) -> None:
         """Make a generation due where ranks that share slots had different values of what they share."""
         if self._staging.ranks_disagree(record):
             self.after = record

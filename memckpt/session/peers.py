@@ -147,17 +147,17 @@ class Peers:
                 f"{everybody[differing]} on rank {differing}"
             )
 
-    def fetch_what_is_lacking(
+    def plan_with_peers(
         self,
         plan_without: Callable[[Collection[BadSource], bool], Plan],
         spec: StateSpec,
         with_previous: bool = False,
         adopt: bool = False,
     ) -> Plan:
-        """As :meth:`PeerRecovery.fetch_what_is_lacking`; without peers, just make the plan."""
+        """As :meth:`PeerRecovery.plan_with_peers`; without peers, just make the plan."""
         if self._recovery is None:
             return plan_without((), with_previous)
-        return self._recovery.fetch_what_is_lacking(plan_without, spec, self._join, with_previous, adopt)
+        return self._recovery.plan_with_peers(plan_without, spec, self._join, with_previous, adopt)
 
     def _join(self, plan: Plan) -> None:
         config = self._config
@@ -309,7 +309,7 @@ class PeerRecovery:
         #: When a node that did not answer was first waited for, on the clock.
         self._waiting_since: float | None = None
 
-    def fetch_what_is_lacking(
+    def plan_with_peers(
         self,
         plan_without: Callable[[Collection[BadSource], bool], Plan],
         spec: StateSpec,

@@ -85,8 +85,8 @@ class RankState:
         self._unfollowed = UnfollowedLoaders()
         self.unrepeatable = ""
         self.never_repeatable = ""
-        #: Corrects the report of the resume, until the first commit: what is found until then holds for it, too.
-        self.correct: Callable[[str], object] | None = None
+        #: Adds a reason to this resume's report, until the first commit: what is found until then holds for it, too.
+        self.add_to_report: Callable[[str], object] | None = None
         #: Encoded groups and states of registered objects, as a loop began that a resume goes on with.
         self._settings: dict[str, bytes] = {}
         self._written: dict[str, int] = {}
@@ -119,8 +119,8 @@ class RankState:
         if reason in self._inexact or any(map(reason.endswith, found)):
             return  # a departure of this resume may be found again, under its loader's name
         self._inexact[reason] = None
-        if self.correct is not None:
-            self.correct(reason)
+        if self.add_to_report is not None:
+            self.add_to_report(reason)
         else:
             _log.warning("memckpt: a resume of this run will not be exact: %s", reason)
 

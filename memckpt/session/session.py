@@ -360,7 +360,7 @@ class Session:
         found = self._ranks.first_reason(chosen.not_exact or chosen.held.rank_state.get(_DOUBT, ""))
         report = report.because(found, *self._rank_state.reasons)
         report = self._compression.restored(report, chosen.held.rank_state)
-        self._rank_state.correct = report.because
+        self._rank_state.add_to_report = report.because
         self._rank_state.load([OBJECTS, METRICS], chosen.held.rank_state)
         self._tap.reinstall()  # parameters may have been unfrozen when the dead attempt ended
         self._resumption.tell_journal(report)
@@ -480,7 +480,7 @@ class Session:
         with self._clock.in_commit(), self._copier.behind_training():
             self._loop.count_commit()
             refuse_join_context(self._data_parallel)
-            self._recorder.graphs.refuse_hidden_backward(self._ranks.world_size, gradients_pending is not None)
+            self._recorder.cuda_graphs.refuse_hidden_backward(self._ranks.world_size, gradients_pending is not None)
             self._number = self._next_step() if step is None else step
             if not self._is_restore_point(gradients_pending):
                 return False  # the record goes on
@@ -488,7 +488,7 @@ class Session:
                 return False
             # If user code raises here, the record goes on; the call has been counted.
             rank_state = self._rank_state.capture(self._tap.bucket_layout, self._recorder.pending.capture())
-            self._rank_state.correct = None  # what is found from now on, later resumes name
+            self._rank_state.add_to_report = None  # from here on a reason goes into later records' reports
             point = RestorePoint(self._recorder.record, self._number, rank_state)
             self._end_step(point)  # before the record is staged: a mode that changes here makes a generation due
             if is_repetition:
@@ -507,7 +507,7 @@ class Session:
     def _stage_and_commit(self, point: RestorePoint) -> None:
         """Stage what the record lacks, seal it, tell the agent; or write the whole state where a generation is due."""
         record, staging, switch = point.record, self._staging, self._switch
-        switch.find_differing_ranks(record)
+        switch.make_due_if_ranks_differ(record)
         if not switch.is_due(record):
             staging.stage_by_value(record)
         problem = switch.find_problem()
@@ -518,7 +518,7 @@ class Session:
             switch.write_generation(point)
             switch.begin_record(record + 1)
             self._protection.end_gap(point)
-        elif staging.ready and (problem is None or staging.commits_uncaptured(record)):
+        elif staging.ready and (problem is None or staging.commits_uncaptured(record)):  # or: nothing to get wrong
             # Nothing changes the slot behind the seal. Once its copies have ended the stamp is set, and the agent told.
             self._send_commit(staging.seal(point))
             self._obey_copy_order(point)
@@ -554,7 +554,7 @@ class Session:
         Collective: mode and tuning may change from this record on.
         """
         self._reductions_at_commit = self._tap.reductions
-        self._switch.end_self_test(point.record)
+        self._switch.update_mode(point.record)
         self._tuning.end_record(point.record)
         self._last = point
         self._rank_state.unrepeatable = ""
@@ -715,7 +715,7 @@ class Session:
         finished = finished and not keep_held
         for each in self._observers:
             each.close()
-        if finished and self._last is None and self._recorder.graphs.stepped:
+        if finished and self._last is None and self._recorder.cuda_graphs.stepped:
             _log.warning(
                 "memckpt: training has ended without a single commit, and nothing of it was protected: call "
                 "session.commit() after each optimizer step"

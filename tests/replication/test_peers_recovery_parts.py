@@ -374,7 +374,7 @@ class Start:
     def plan(self, before: bool = False) -> Plan:
         """The plan that is carried out in the end."""
         try:
-            return self._recovery.fetch_what_is_lacking(self.plan_without, SPEC, lambda plan: None, before, adopt=False)
+            return self._recovery.plan_with_peers(self.plan_without, SPEC, lambda plan: None, before, adopt=False)
         finally:
             assert not self.answers
 

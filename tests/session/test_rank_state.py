@@ -178,10 +178,10 @@ def test_a_reason_found_before_the_first_commit_corrects_the_report(
     rank_state: RankState, caplog: pytest.LogCaptureFixture
 ) -> None:
     found: list[str] = []
-    rank_state.correct = found.append
+    rank_state.add_to_report = found.append
     rank_state.inexact("one")
     assert not caplog.messages, "the report says it"
-    rank_state.correct = None
+    rank_state.add_to_report = None
     rank_state.inexact("two")
     assert found == ["one"]
     assert rank_state.reasons == ("one", "two")

@@ -14,7 +14,7 @@ from memckpt.errors import ForeignStateError, NothingHeldError, StorageAwayError
 from memckpt.memory.region import Region
 from memckpt.protocol.storing import Announce, LookForRoom, Save, SaveFailed
 from memckpt.recovery.plan import Plan, RestoreRecord, StartOver
-from memckpt.session.resume.storage_tier import StorageTier, plan_retrying_storage
+from memckpt.session.resume.storage_tier import StorageTier, plan_with_storage
 from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline
 from memckpt.storage.catalog import read_catalog
@@ -43,7 +43,7 @@ def start(
 
     def rank(ranks: Any) -> StorageTier:
         tier = StorageTier(config, run_dir, ranks, None)
-        plan_retrying_storage(tier, resume, make)
+        plan_with_storage(tier, resume, make)
         return tier
 
     return on_ranks(count, rank)[0]  # type: ignore[no-any-return]

@@ -26,12 +26,12 @@ from memckpt.session.resume.storage_tier import StorageTier
 from memckpt.state.records import Timeline
 from memckpt.state.spec import Shard, StateTensorSpec
 from memckpt.storage import dcp
-from memckpt.storage.base import write_files
 from memckpt.storage.catalog import read_catalog, remove
 from memckpt.storage.chain import stored_points
 from memckpt.storage.dcp import merged, write_merged
 from memckpt.storage.format import MERGED, Part, place_of
 from memckpt.storage.local_store import LocalStore
+from memckpt.storage.node_files import write_files
 from memckpt.storage.retention import leftovers
 from memckpt.storage.store import Store, StoredFile, matches, verify_files
 from tests.support.cluster.mesh import all_empty, mesh_of

@@ -17,7 +17,7 @@ from memckpt.config import StorageConfig
 from memckpt.errors import DamagedStateError, StorageError
 from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored, StartOver
 from memckpt.session.resume import storage_tier
-from memckpt.session.resume.storage_tier import StorageTier, plan_retrying_storage
+from memckpt.session.resume.storage_tier import StorageTier, plan_with_storage
 from memckpt.state.records import Timeline
 from memckpt.storage.catalog import PASSED, read_catalog
 from memckpt.storage.local_store import LocalStore
@@ -235,7 +235,7 @@ NOTHING: Callable[[_Tier], Plan] = lambda tier: StartOver(T2, "nothing is held",
 
 def test_memory_does_not_wait_for_storage() -> None:
     tier = _Tier(readable=False)
-    assert plan_retrying_storage(tier, "auto", lambda: MEMORY) == MEMORY  # type: ignore[arg-type]
+    assert plan_with_storage(tier, "auto", lambda: MEMORY) == MEMORY  # type: ignore[arg-type]
     assert (tier.looked, tier.said) == (0, 1), "it is left out, and not tried again"
 
 
@@ -247,13 +247,13 @@ def test_training_starts_over_only_when_all_could_be_read(resume: Any) -> None:
     def make() -> Plan:
         return NOTHING(tier) if tier.unread else stored
 
-    assert plan_retrying_storage(tier, resume, make) == stored  # type: ignore[arg-type]
+    assert plan_with_storage(tier, resume, make) == stored  # type: ignore[arg-type]
     assert tier.said == 0
     tier = _Tier(readable=False)
     with pytest.raises(StorageError, match=r"nothing is held.*could not read x"):
-        plan_retrying_storage(tier, resume, lambda: NOTHING(tier))  # type: ignore[arg-type]
+        plan_with_storage(tier, resume, lambda: NOTHING(tier))  # type: ignore[arg-type]
     assert tier.looked == 1
-    assert plan_retrying_storage(tier, "never", lambda: NOTHING(tier)) == NOTHING(tier)  # type: ignore[arg-type]
+    assert plan_with_storage(tier, "never", lambda: NOTHING(tier)) == NOTHING(tier)  # type: ignore[arg-type]
 
 
 # Retention
@@ -398,7 +398,7 @@ def test_one_directory_that_cannot_be_listed_hides_nothing_else(
     def resume(step: int | None) -> int:
         tier: StorageTier = on_ranks(1, lambda ranks: StorageTier(config, trained, ranks, step))[0]
         points = [one for one in tier.points if step in (None, one.step)]
-        plan_retrying_storage(tier, "auto" if step is None else step, lambda: RestoreStored(T2, tuple(points), "x"))
+        plan_with_storage(tier, "auto" if step is None else step, lambda: RestoreStored(T2, tuple(points), "x"))
         return tier.open_newest(points, plain().spec(0, 1), by_hand=step is not None).point.step
 
     assert resume(older.step) == older.step

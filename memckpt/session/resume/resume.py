@@ -45,7 +45,7 @@ from memckpt.session.resume.chosen import Chosen, ChosenInMemory, ChosenInStorag
 from memckpt.session.resume.first_steps import Repetition
 from memckpt.session.resume.proof import ResumeProof
 from memckpt.session.resume.report import HeldState, Proof, RestoreReport
-from memckpt.session.resume.storage_tier import Resharding, StorageTier, plan_retrying_storage
+from memckpt.session.resume.storage_tier import Resharding, StorageTier, plan_with_storage
 from memckpt.session.staging import RestorePoint, Staging
 from memckpt.state import codec, rng
 from memckpt.state.records import HeldFragments, HeldRecords
@@ -227,9 +227,9 @@ class Resumption:
             return make_plan(found.held, self._resume, found.attempt, stored, found.fragments, bad, with_previous)
 
         def make() -> Plan:
-            return self._peers.fetch_what_is_lacking(plan_without, self._spec, with_previous=self._repeats)
+            return self._peers.plan_with_peers(plan_without, self._spec, with_previous=self._repeats)
 
-        plan = plan_retrying_storage(tier, self._resume, make)
+        plan = plan_with_storage(tier, self._resume, make)
         self._link.claimed = tier.claimed  # the planning may have claimed the store
         self._timeline = plan.timeline
         self._link.configure(plan.timeline)
@@ -381,7 +381,8 @@ class Resumption:
                 refuted = refuted or found.line
             return found
 
-        # What the repeated step led to is put back behind it, and proven before.
+        # Two states must be good: the newest, put back behind the repeated step, and the one before, from which it is
+        # repeated. The newest is proven first; the one before stays in place.
         proof = None if newest is None else fill(newest)
         if newest is not None and proof is not None and proof.differs:
             self._proof.repeat_nothing("the state that the step led to is refuted")

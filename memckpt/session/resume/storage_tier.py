@@ -384,7 +384,7 @@ def _may_be_newer(path: str, point: StoredPoint) -> bool:
     return key is not None and key > point.key
 
 
-def plan_retrying_storage(tier: StorageTier, resume: ResumeChoice | int, make: Callable[[], Plan]) -> Plan:
+def plan_with_storage(tier: StorageTier, resume: ResumeChoice | int, make: Callable[[], Plan]) -> Plan:
     """Make the plan; where memory does not suffice, unreadable storage is retried before it is given up.
 
     Raises StorageError where neither suffices, and StorageAwayError where the store is absent.
@@ -480,7 +480,7 @@ class Resharding:
         def plan_without(bad: Collection[BadSource], before: bool) -> Plan:
             return plan_to_reshard(held, fragments, resume, nodes, self._ranks.nonce, bad)
 
-        plan = self._peers.fetch_what_is_lacking(plan_without, spec, adopt=True)
+        plan = self._peers.plan_with_peers(plan_without, spec, adopt=True)
         if isinstance(plan, RestoreRecord):
             return plan.record
         if isinstance(plan, RestoreStored) and resume != "never" and self._ranks.rank == 0:

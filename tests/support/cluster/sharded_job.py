@@ -24,11 +24,11 @@ from memckpt.state.optimizers import attributes, dtype_name, hyperparameters
 from memckpt.state.records import RecordMeta, SubStep, Timeline, encode_meta
 from memckpt.state.spec import OptimizerSpec, OwnerSpec, ParamSpec, Shard, StateSpec, StateTensorSpec, TensorSpec
 from memckpt.state.tensors import local, shard_of
-from memckpt.storage.base import StoredNames, by_value_tensors, state_tensors
 from memckpt.storage.batch import FileTensor, by_value_name, gradient_name, meta_name, rank_state_name, write_batch
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.chain import StoredPoint, stored_points
 from memckpt.storage.format import Batch, Part
+from memckpt.storage.node_files import StoredNames, by_value_tensors, state_tensors
 from memckpt.storage.store import Store
 
 TIMELINE = Timeline(1, "a")

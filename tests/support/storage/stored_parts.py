@@ -14,8 +14,8 @@ from memckpt.protocol.storing import Save, Saved
 from memckpt.session.resume.storage_tier import StorageTier
 from memckpt.state.records import Timeline
 from memckpt.state.spec import OptimizerSpec, StateSpec, TensorSpec
-from memckpt.storage.base import write_commit, write_files
 from memckpt.storage.format import Batch, NodeState, Part
+from memckpt.storage.node_files import write_commit, write_files
 from memckpt.storage.store import Store
 from tests.support.cluster.thread_ranks import on_ranks
 

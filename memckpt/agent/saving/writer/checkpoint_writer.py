@@ -37,11 +37,11 @@ from memckpt.recovery.restore import Restorer
 from memckpt.recovery.target import HostState
 from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline
-from memckpt.storage.base import by_value_tensors, state_tensors, write_commit, write_files
 from memckpt.storage.catalog import PASSED, PINNED, Catalog, Checkpoint, read_catalog, read_keys, remove, remove_batch
 from memckpt.storage.chain import unneeded_batches
 from memckpt.storage.dcp import write_merged
 from memckpt.storage.format import Batch, NodeState, Part, decode_commit, encode_node_state
+from memckpt.storage.node_files import by_value_tensors, state_tensors, write_commit, write_files
 from memckpt.storage.owner import CLAIM, read_claim, refuse_other
 from memckpt.storage.retention import delete_blindly, keep_room, leftovers, make_room, no_room, superseded
 from memckpt.storage.store import Store, is_missing, read_back, store_is_away
