@@ -84,10 +84,15 @@ class PeerJob(msgspec.Struct, frozen=True):
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """The attempt's plan is made: connect to its peers. `rejoin`: a trainer has lost its agent, and found another."""
+    """The attempt's plan is made: connect to its peers.
+
+    `rejoin`: the node has taken part before, with a replicator that is gone. `records`: all that the agent has sent of
+    the attempt follows at once; without them the agent is another one, and has to wait for its trainers' next record.
+    """
 
     job: PeerJob
     rejoin: bool = False
+    records: bool = False
 
 
 class AskPhases(msgspec.Struct, frozen=True, tag="phases?"):

@@ -310,13 +310,15 @@ def test_whatever_a_broken_peer_says_the_others_do_not_notice(messages: list[Any
         assert node.keep("a", 4) == [Stored((0,), "ga", 4)]
 
 
-def test_a_leader_that_rejoins_tells_its_own_trainers_not_to_wait() -> None:
-    """Or they would wait for a node that loses its memory while this one is not whole, and all others for them."""
+@pytest.mark.parametrize("records", [False, True])
+def test_a_leader_that_rejoins_has_nobody_wait_for_records_that_are_lost(records: bool) -> None:
+    """They would wait for a generation, for which all have to get on. Records that follow are worth waiting for."""
     with closing(Node("a")) as node:
-        node.replicator._join(replication.Join(node.job, rejoin=True))
-        assert [one.waits_suspended for one in node.wire.told if isinstance(one, replication.WatermarkAdvanced)] == [
-            True
-        ]
+        node.replicator._join(replication.Join(node.job, rejoin=True, records=records))
+        told = [one.waits_suspended for one in node.wire.told if isinstance(one, replication.WatermarkAdvanced)]
+        assert told == [True][records:]
+        node.member.work(0.0)
+        assert node.member._told.lost == (not records)
 
 
 def test_owners_send_in_turns() -> None:

@@ -38,6 +38,7 @@ class Desk:
         self.started: list[FakeReplicator] = []
         self.make: Callable[[Desk, Callable[[str], None]], FakeReplicator] = FakeReplicator
         self.lost: list[str] = []
+        self.watermarks: list[replication.WatermarkAdvanced] = []
         self.places = {(0,): Place(), (1,): Place()}
         monkeypatch.setattr(own_replicator, "ReplicatorProcess", self._start)
         groups: Any = SimpleNamespace(get=self.places.get, adopt=self.places.get)
@@ -48,6 +49,8 @@ class Desk:
     def _told(self, message: replication.WatermarkAdvanced | replication.ReplicatorLost) -> None:
         if isinstance(message, replication.ReplicatorLost):
             self.lost.append(message.reason)
+        else:
+            self.watermarks.append(message)
 
     def _start(self, module: str, loop: object, received: Any, ended: Any, *watched: object) -> FakeReplicator:
         replicator = self.make(self, ended)
@@ -299,6 +302,23 @@ def test_what_cannot_be_started_during_training_is_tried_again_and_redo_does_not
     desk.started[-1].ended("killed")
     desk.peers.begin_attempt()
     assert desk.loop.deadline() is None
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_training_goes_on_without_peers_only_where_a_successor_has_nothing_to_send(desk: Desk, held: bool) -> None:
+    """Where it did not wait it could get beyond what peers have, and a second failure would lose all."""
+    places: dict[Any, Any] = desk.places
+    places[(0,)] = holding(base=4, newest=9, slots=3) if held else SimpleNamespace(held=None, ranks=(0,))
+    desk.begin(units=(replication.PeerUnit(0, (0,), True),))
+    desk.peers.replicator_said(replication.WatermarkAdvanced(7, True))
+    desk.started[0].ended("killed")
+    assert desk.watermarks[1:] == [replication.WatermarkAdvanced(7, False, waits_suspended=not held)]
+    assert [(one.rejoin, one.records) for one in desk.started[1].sent[:1]] == [(True, held)]
+    assert [type(one) for one in desk.started[1].sent[1:2]] == [replication.SendGeneration][:held]
+    desk.make = broken
+    desk.started[1].ended("killed")
+    assert desk.lost, "none takes its place for now"
+    assert desk.watermarks[-1] == replication.WatermarkAdvanced(7, False, waits_suspended=True)
 
 
 def test_what_is_given_to_a_replicator_as_it_dies_does_not_count_as_sent(desk: Desk) -> None:

@@ -80,6 +80,12 @@ def hand_out(group: Group, held: Generation, record: int, behind: int) -> SendGe
     )
 
 
+def can_send(group: Group, job: PeerJob) -> bool:
+    """Whether a group holds a whole generation of this attempt; after an earlier one's a new one follows."""
+    held = group.held
+    return held is not None and held.complete and held.base is not None and held.base > (job.record or 0)
+
+
 class OwnRecords:
     """What of a node's own records the replicator has been given, and under which names."""
 
@@ -105,8 +111,8 @@ class OwnRecords:
     ) -> Iterator[tuple[SendGeneration | SendRecord, list[int]]]:
         """Messages with what is whole of a group and not given yet, with descriptors; given once all are taken."""
         held = group.held
-        if held is None or not held.complete or held.base is None or held.base <= (job.record or 0):
-            return  # nothing, or of an earlier attempt: a new one follows
+        if held is None or not can_send(group, job):
+            return
         name = self.name(job, group.ranks, held.number)
         sent_name, sent = self._sent.get(group.ranks, ("", 0))
         whole = held.common

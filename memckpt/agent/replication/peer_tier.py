@@ -11,7 +11,7 @@ import msgspec
 
 from memckpt.agent.group import Group
 from memckpt.agent.groups import Groups
-from memckpt.agent.replication.handing_out import OwnRecords, by_value, hand_out
+from memckpt.agent.replication.handing_out import OwnRecords, by_value, can_send, hand_out
 from memckpt.agent.replication.own_replicator import OwnReplicator
 from memckpt.agent.saving.state_copies import StateCopy
 from memckpt.errors import AgentError, MemckptError
@@ -264,25 +264,39 @@ class Peers:
     def replicator_died(self) -> None:
         self._give_up_recovery("the replicator is gone")
         self._records.clear()
-        if self._job is not None and self._job.wait and self.watermark is not None:
-            # Its successor begins with nothing, so that all others are told the same.
-            self._newest = replication.WatermarkAdvanced(self.watermark, False, waits_suspended=True)
-            self._tell(self._newest)
+        # Its successor sends all records anew. If training did not wait for that, no node might be able to go back to
+        # what peers have: a second failure would lose all.
+        self._tell_that_a_gap_opens(waits_suspended=not self._records_follow())
 
     def replicator_lost(self, reason: str) -> None:
+        self._tell_that_a_gap_opens(waits_suspended=True)
         self._tell(replication.ReplicatorLost(reason))
+
+    def _tell_that_a_gap_opens(self, waits_suspended: bool) -> None:
+        if self._job is not None and self._job.wait and self.watermark is not None:
+            self._newest = replication.WatermarkAdvanced(self.watermark, False, waits_suspended)
+            self._tell(self._newest)
+
+    def _own_groups(self) -> list[Group | None]:
+        job, told = self._job, self.replicator.told
+        if job is None or told is None:
+            return []
+        return [self._groups.get(unit.ranks) for unit in job.units if job.nodes[unit.node].name == told.node]
+
+    def _records_follow(self) -> bool:
+        """Whether another replicator can be given the records of all units of this node."""
+        job, groups = self._job, self._own_groups()
+        return job is not None and bool(groups) and all(one is not None and can_send(one, job) for one in groups)
 
     def replicator_replaced(self) -> None:
         """Give another replicator its plan and all records anew: owners send once more what was on its way."""
-        job, told = self._job, self.replicator.told
-        assert job is not None
-        assert told is not None
-        self._take_part(Join(msgspec.structs.replace(job, record=None), rejoin=True))
+        assert self._job is not None
+        job = msgspec.structs.replace(self._job, record=None)
+        self._take_part(Join(job, rejoin=True, records=self._records_follow()))
         if self._phases is not None:
             self.replicator.send(PhasesAre(), [self._phases.fd])
-        for unit in job.units:
-            group = self._groups.get(unit.ranks)
-            if group is not None and job.nodes[unit.node].name == told.node:
+        for group in self._own_groups():
+            if group is not None:
                 self.sync(group)
 
 

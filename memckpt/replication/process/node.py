@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 import msgspec
 
 from memckpt.memory.region import Region
-from memckpt.protocol.replication import CopyState, GiveUp, PeerJob, SendGeneration, SendRecord, WatermarkAdvanced
+from memckpt.protocol.replication import CopyState, GiveUp, Join, SendGeneration, SendRecord, WatermarkAdvanced
 from memckpt.replication.coding.code import Code
 from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.kept_window import sizes_of
@@ -31,23 +31,22 @@ _log = logging.getLogger("memckpt.replicator")
 class ReplicationNode:
     """One node's part in an attempt. Belongs to the replicator's loop, as do store and transport.
 
-    `rejoined`: it has taken part before, and lost what was on its way. `ask` has the agent copy a state, one of
-    `states` that are sent in place of records, if any. `leader`: on one node only. `refused`: messages not understood.
-    `unheard`: silent peers. `deserted`: why no record becomes whole here, in words.
+    `ask` has the agent copy a state, one of `states` that are sent in place of records, if any. `leader`: on one node
+    only. `refused`: messages not understood. `unheard`: silent peers. `deserted`: why no record becomes whole here, in
+    words.
     """
 
     def __init__(
         self,
         node: str,
-        job: PeerJob,
+        join: Join,
         store: FragmentStore,
         transport: Transport,
         watermark_advanced: Callable[[WatermarkAdvanced], None],
-        rejoined: bool,
         ask: Callable[[CopyState], None],
     ) -> None:
+        self.job = job = join.job
         start = job.record or 0
-        self.job = job
         self.plan = plan = NodePlan(node, job)
         self.store, self.transport = store, transport
         self.mail = Mail(node, plan.addresses, transport)
@@ -56,7 +55,9 @@ class ReplicationNode:
         self.deserted = ""
         self.laggards = Laggards(job.ack_timeout_seconds)
         self.pacer = Pacer(job.rate_bytes_per_second, job.overhead)
-        self._node, self._watermark_advanced, self._rejoined = node, watermark_advanced, rejoined
+        self._node, self._watermark_advanced = node, watermark_advanced
+        #: Whether the node has lost its records, and waits for a generation. A replicator's death loses none.
+        self._empty = join.rejoin and not join.records
         self._leaving = False
         self._code = Code(job.data, job.tolerate, job.backend)
         self._codes: dict[int, Code] = {job.data: self._code}
@@ -66,19 +67,19 @@ class ReplicationNode:
             senders = {ranks: self._make_sender(ranks, 0) for ranks in plan.own}
             self.states = StatesByValue(plan, self._code, store, senders, ask)
         self._pump = Pump(self.all_senders, self.pacer)
-        if job.forget and not rejoined:
+        if job.forget and not join.rejoin:
             store.drop_all()
-        store.begin_attempt(job.attempt, job.record, self._code, rejoined)
+        store.begin_attempt(job.attempt, job.record, self._code, join.rejoin)
         #: The newest generation of each unit; senders close them.
         self._sources: dict[RankGroup, RegionSource] = {}
         cadence = Cadence(job.every_steps) if self.states is not None else None
         self.leader = Leader(list(plan.addresses), start, cadence) if plan.leads else None
-        self._run_ahead = RunAhead(job.wait, beyond=rejoined)
+        self._run_ahead = RunAhead(job.wait, beyond=join.rejoin)
         self._meter = LinkMeter(job.overhead)
         #: The last state whose way to its holders was measured, and the N that was last said to be needed.
         self._measured = self._warned_of = 0
         #: What the leader was told last, and what it has said.
-        self._told = wire.Acknowledged(node, start, start, False, rejoined)
+        self._told = wire.Acknowledged(node, start, start, False, self._empty)
         self.watermark = self._led = wire.Watermark(start, False, every=job.every_steps or 1)
         for other in plan.partners:
             self.mail.connect(other)
@@ -322,7 +323,7 @@ class ReplicationNode:
         lasts = heard and not late and not mark.waits_suspended
         whole = lasts and all(sender.whole for sender in self._senders.values())
         since = max((sender.since for sender in self._senders.values()), default=record)
-        anew = self._rejoined and any(sender.newest is None for sender in self._senders.values())
+        anew = self._empty and any(sender.newest is None for sender in self._senders.values())
         away = not self.laggards.away.nodes.isdisjoint(self.plan.holders)
         lost = anew or self._leaving or (self.job.wait and bool(self.deserted or self.laggards.overdue.nodes or away))
         if (states := self.states) is None:

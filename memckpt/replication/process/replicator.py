@@ -216,11 +216,10 @@ class Replicator:
             self._member.close()
         self._member = ReplicationNode(
             self._node,
-            message.job,
+            message,
             self._store,
             self._transport,
             self._tell_watermark,
-            message.rejoin,
             self._channel.send,
         )
         # Not before: nothing is taken without a plan, and what waits would keep the loop awake.

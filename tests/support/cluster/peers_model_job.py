@@ -232,7 +232,7 @@ class Job:
                     generation.commit(record, start)
             self._join(node, record)
 
-    def _join(self, node: Node, record: int | None, rejoined: bool = False) -> None:
+    def _join(self, node: Node, record: int | None, rejoined: bool = False, records: bool = False) -> None:
         port: Any = Port(self.network, node.name, self.room)
 
         def passed(message: Any) -> None:
@@ -253,7 +253,8 @@ class Job:
         def ask(message: replication.CopyState) -> None:
             self.ordered[node.name] = message.record
 
-        self.members[node.name] = ReplicationNode(node.name, job, node.fragment_store, port, passed, rejoined, ask)
+        join = replication.Join(job, rejoined, records)
+        self.members[node.name] = ReplicationNode(node.name, join, node.fragment_store, port, passed, ask)
 
     def close_members(self) -> None:
         for member in self.members.values():
@@ -389,10 +390,11 @@ class Job:
 
     def lose_replicator(self, node: Node) -> None:
         """Lose the replicator. Fragments that it kept stay with its agent, which starts another one."""
-        self._restart(node)
-        for unit, live in node.live.items():
-            if self.places.get(unit) is node and live.generations and live.generations[-1].name != "resumed":
-                self._send_generation(node, unit)
+        own = {unit: live for unit, live in node.live.items() if self.places.get(unit) is node}
+        sendable = [unit for unit, live in own.items() if live.generations and live.generations[-1].name != "resumed"]
+        self._restart(node, records=len(sendable) == len(own))
+        for unit in sendable:
+            self._send_generation(node, unit)
 
     def lose_agent(self, node: Node) -> None:
         """Lose the agent, its replicator and the fragments. Trainers find another agent, and begin generations."""
@@ -404,10 +406,10 @@ class Job:
         node.live = {unit: Live(unit, self.history) for unit in mine}
         self.anew |= set(mine)
 
-    def _restart(self, node: Node) -> None:
+    def _restart(self, node: Node, records: bool = False) -> None:
         self.network.restart(node.name)
         self.members.pop(node.name).close()
-        self._join(node, None, rejoined=True)
+        self._join(node, None, rejoined=True, records=records)
 
     def deliver(self, pair: tuple[str, str]) -> Any:
         """Deliver the next message from the first to the second; returns it, or None if they have met."""
