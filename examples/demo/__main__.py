@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from examples.demo import show
 from examples.demo.black_box import Position
+from examples.demo.cast import SPEED, Cast
 from examples.demo.supervise import Kill, Plan, Run, RunResult, TrainingFailedError, draw_instants
 
 
@@ -28,6 +29,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=140)
     parser.add_argument("--size", default="demo", help="size of the model: tiny, demo (default), 30M or 100M")
     parser.add_argument("--keep", action="store_true", help="leave logs and final states on disk")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="record the demo as a moving picture")
     parser.add_argument("--sabotage", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.kills < 1 or args.steps < 3 * args.kills + 5:
@@ -53,7 +55,7 @@ def explain(console: Console, args: argparse.Namespace, instants: list[float]) -
 
 
 def train_twice(
-    console: Console, args: argparse.Namespace, instants: list[float], plan: Plan
+    console: Console, cast: Cast, args: argparse.Namespace, instants: list[float], plan: Plan
 ) -> tuple[RunResult, RunResult]:
     """Train once uninterrupted and once with kills, with progress bars and a line for each kill."""
     columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -67,16 +69,19 @@ def train_twice(
             progress.update(task, where=f"{process}: {where}", **done)
 
         def show_kill(kill: Kill) -> None:
-            progress.console.print(
+            line = (
                 f"  [red]SIGKILL[/] in step {kill.at.step}, {kill.at.phase}: {kill.start} restart, "
-                f"step {kill.resumed + 1} taken {kill.seconds:.1f} s later",
-                highlight=False,
+                f"step {kill.resumed + 1} taken {kill.seconds:.1f} s later"
             )
+            progress.console.print(line, highlight=False)
+            cast.print(line)
 
         plain = Run(plan, "uninterrupted", False, lambda *at: show_position(first, *at)).execute([])
         progress.update(first, completed=args.steps, where=f"{plain.step_seconds * 1e3:.0f} ms a step")
         progress.stop_task(first)
+        cast.print(f"1. uninterrupted: {args.steps} steps of {plain.step_seconds * 1e3:.0f} ms, without memckpt")
         progress.start_task(second)
+        cast.print(f"2. again, with memckpt, killed {args.kills} times")
         run = Run(plan, "killed", True, lambda *at: show_position(second, *at))
         killed = run.execute(instants, plain.step_seconds, show_kill)
         progress.update(second, completed=args.steps, where=f"{killed.step_seconds * 1e3:.0f} ms a step")
@@ -84,38 +89,44 @@ def train_twice(
     return plain, killed
 
 
-def judge(console: Console, args: argparse.Namespace, plain: RunResult, killed: RunResult) -> bool:
+def judge(console: Console, cast: Cast, args: argparse.Namespace, plain: RunResult, killed: RunResult) -> bool:
     """Show the results; True if the two runs are equal."""
+
+    def show_both(what: Any) -> None:
+        console.print(what, highlight=False)
+        cast.print(what)
+
     from examples.demo.verdict import compare_losses, compare_states  # torch takes seconds to import
 
     comparisons = [*compare_states(plain.final, killed.final), compare_losses(plain.losses, killed.losses)]
-    console.print()
-    console.print(show.kill_table(killed.kills))
+    show_both("")
+    show_both(show.kill_table(killed.kills))
     if any(kill.lost for kill in killed.kills):
-        console.print("Lost: killed between a step's optimizer and its commit; the step is repeated.")
+        show_both("Lost: killed between a step's optimizer and its commit; the step is repeated.")
     console.print(show.curves(plain, killed, args.steps, console.width))
-    console.print(show.verdict_table(comparisons))
+    show_both(show.verdict_table(comparisons))
     equal = all(each.equal for each in comparisons)
     if equal:
-        console.print(
-            f"[bold green]Equal, bit for bit:[/] {len(killed.kills)} kills have left no trace in the result.",
-            highlight=False,
-        )
+        show_both(f"[bold green]Equal, bit for bit:[/] {len(killed.kills)} kills have left no trace in the result.")
     else:
-        console.print("[bold red]Different:[/] the resumed run differs from the uninterrupted one.")
+        show_both("[bold red]Different:[/] the resumed run differs from the uninterrupted one.")
     return equal
 
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
-    console = Console()
+    console, cast = Console(), Cast()
     began = time.monotonic()
     instants = draw_instants(args.seed, args.kills, args.steps)
     explain(console, args, instants)
+    cast.print(f"$ make demo    (a small GPT learns to write Python; {SPEED:.0f} times as fast as it was)")
     directory = Path(tempfile.mkdtemp(prefix="memckpt-demo-"))
     try:
         plan = Plan(args.steps, args.size, directory, args.sabotage)
-        equal = judge(console, args, *train_twice(console, args, instants, plan))
+        equal = judge(console, cast, args, *train_twice(console, cast, args, instants, plan))
+        if args.svg is not None:
+            cast.write(args.svg)
+            console.print(f"Recorded: {args.svg}, which shows {SPEED:.0f} seconds in one.", highlight=False)
     except TrainingFailedError as error:
         console.print(f"[bold red]The demo failed:[/] {escape(str(error))}", highlight=False)
         return 1

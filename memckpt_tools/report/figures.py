@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -58,14 +59,17 @@ def pictures(story: Story, goodput: Goodput) -> Iterator[Picture]:
     stalls = any(sample.stall_ms is not None for sample in samples)
     drawings: list[tuple[bool, str, Draw, float, str, str]] = [
         (True, "timeline", _timeline, 1.2 + 0.35 * len(_rows(story)), "Attempts, failures and what was degraded",
-         ("Training over time: each attempt from its first step to its end, the restarts between them, failures, "
-         "and the times in which memory, peers or storage did not do what they were configured for.")),
+         ("Training over time: each attempt from its first step to its end, the time between a failure and the next "
+         "start, and when memory, peers or storage did not do what they were configured for. Dotted lines in the "
+         "figures below are failures.")),
         (True, "time", _time, 1.3, "Where the time went",
          ("Shares of the run's time: training, waiting for protection, steps taken again, restarts after failures, the "
          "first start.")),
         (True, "steps", _steps, 3.0, "Newest step of each tier",
          ("The newest step in memory, in other nodes' memory and in storage, over time. Where the line of memory "
          "falls, a restore went back.")),
+        (len(samples) > 1, "speed", _speed, 2.0, "Steps a second",
+         "Steps a second between two samples of one attempt, with all that a step waits for."),
         (any(sample.stored_step is not None for sample in samples), "behind", _behind, 2.0,
          "Steps that storage did not have",
          "Steps by which storage was behind memory: what a loss of all nodes would have cost."),
@@ -127,8 +131,11 @@ def _is_narrow(axes: Any) -> bool:
     return bool(axes.figure.get_figwidth() < 5)
 
 
-def _over_time(axes: Any, story: Story, unit: str | None = None) -> None:
-    """Give a figure the time axis that all share, and a legend; `unit` of an axis from 0 up, None: another one."""
+def _over_time(axes: Any, theme: Theme, story: Story, unit: str | None = None) -> None:
+    """Give a figure the time axis that all share, the failures, and a legend.
+
+    `unit` is that of an axis from 0 up; None: another axis, which has its own marks of failures.
+    """
     from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 
     locator = AutoDateLocator(minticks=1, maxticks=4 if _is_narrow(axes) else 9)
@@ -140,10 +147,17 @@ def _over_time(axes: Any, story: Story, unit: str | None = None) -> None:
     if unit is not None:
         axes.set_ylim(bottom=0)
         axes.set_ylabel(unit)
+        _mark_failures(axes, theme, story)
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         columns = min(len(labels), 3 if _is_narrow(axes) else 6)
         axes.legend(handles, labels, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0.2)
+
+
+def _mark_failures(axes: Any, theme: Theme, story: Story) -> None:
+    for attempt in story.failures:
+        if attempt.ended_at is not None:
+            axes.axvline(_moments([attempt.ended_at])[0], color=theme.red, linewidth=0.8, linestyle=":")
 
 
 def _rows(story: Story) -> list[str]:
@@ -169,6 +183,9 @@ def _timeline(axes: Any, theme: Theme, story: Story, goodput: Goodput) -> None:
             label=label if label not in known else None,
         )
 
+    for before, after in itertools.pairwise(story.attempts):
+        if before.ended_at is not None and before.ended_at < after.began:
+            bar("training", before.ended_at, after.began, theme.faint, "down")
     for attempt in story.attempts:
         end = attempt.ended_at if attempt.ended_at is not None else story.until
         first = min(attempt.first_step_at if attempt.first_step_at is not None else end, end)
@@ -187,7 +204,7 @@ def _timeline(axes: Any, theme: Theme, story: Story, goodput: Goodput) -> None:
     axes.set_yticks(range(len(rows)), rows)
     axes.set_ylim(len(rows) - 0.4, -0.75)
     axes.grid(False, axis="y")
-    _over_time(axes, story)
+    _over_time(axes, theme, story)
 
 
 def _time(axes: Any, theme: Theme, story: Story, goodput: Goodput) -> None:
@@ -234,20 +251,29 @@ def _steps(axes: Any, theme: Theme, story: Story, goodput: Goodput) -> None:
     stored += [(at, sample.stored_step) for at, _, sample in story.samples if sample.stored_step is not None]
     if stored:
         _line(axes, sorted(stored), color=theme.green, label="storage", drawstyle="steps-post")
-    failures = [attempt.ended_at for attempt in story.failures if attempt.ended_at is not None]
-    for number, at in enumerate(failures):
-        axes.axvline(
-            _moments([at])[0], color=theme.red, linewidth=0.8, linestyle=":", label=None if number else "failure"
-        )
+    _mark_failures(axes, theme, story)
     axes.set_ylabel("step")
-    _over_time(axes, story)
+    _over_time(axes, theme, story)
+
+
+def _speed(axes: Any, theme: Theme, story: Story, goodput: Goodput) -> None:
+    for position in range(len(story.attempts)):
+        known = [(at, one.step) for at, number, one in story.samples if number == position and one.step is not None]
+        rates = [
+            (at, (step - before) / (at - since))
+            for (since, before), (at, step) in itertools.pairwise(known)
+            if at > since and step > before
+        ]
+        if rates:
+            _line(axes, rates, color=theme.blue)
+    _over_time(axes, theme, story, "steps a second")
 
 
 def _behind(axes: Any, theme: Theme, story: Story, goodput: Goodput) -> None:
     known = [(at, sample.step, sample.stored_step) for at, _, sample in story.samples]
     behind = [(at, float(max(0, step - there))) for at, step, there in known if step is not None and there is not None]
     _line(axes, behind, color=theme.green)
-    _over_time(axes, story, "steps")
+    _over_time(axes, theme, story, "steps")
 
 
 def _stalls(axes: Any, theme: Theme, story: Story, goodput: Goodput) -> None:
@@ -255,40 +281,49 @@ def _stalls(axes: Any, theme: Theme, story: Story, goodput: Goodput) -> None:
     _line(axes, [(at, sample.longest_stall_ms) for at, sample in known], color=theme.orange, label="longest")
     _line(axes, [(at, sample.stall_ms or 0.0) for at, sample in known], color=theme.blue, label="mean")
     axes.set_yscale("symlog", linthresh=1.0)
-    _over_time(axes, story, "ms")
+    _over_time(axes, theme, story, "ms")
 
 
 def _replica(axes: Any, theme: Theme, story: Story, goodput: Goodput) -> None:
     _line(axes, _values(story, lambda sample: sample.lag_records), color=theme.blue, label="records behind")
     _line(axes, _values(story, lambda sample: sample.drift_ulp), color=theme.red, label="drift, ulp")
-    _over_time(axes, story, "")
+    _over_time(axes, theme, story, "")
 
 
 def _memory(axes: Any, theme: Theme, story: Story, goodput: Goodput) -> None:
-    gib = 2.0**30
-    _line(axes, _values(story, lambda one: one.held_bytes / gib), color=theme.blue, label="base and log")
-    if any(sample.peers_bytes for _, _, sample in story.samples):
-        _line(axes, _values(story, lambda one: one.peers_bytes / gib), color=theme.violet, label="of other nodes")
-    _line(axes, _values(story, lambda one: one.agent_bytes / gib), color=theme.orange, label="agent")
-    _over_time(axes, story, "GiB")
+    samples = [sample for _, _, sample in story.samples]
+    size, unit = _unit(max(max(one.held_bytes, one.peers_bytes, one.agent_bytes) for one in samples))
+    _line(axes, _values(story, lambda one: one.held_bytes / size), color=theme.blue, label="base and log")
+    if any(sample.peers_bytes for sample in samples):
+        _line(axes, _values(story, lambda one: one.peers_bytes / size), color=theme.violet, label="of other nodes")
+    _line(axes, _values(story, lambda one: one.agent_bytes / size), color=theme.orange, label="agent")
+    _over_time(axes, theme, story, unit)
 
 
 def _bytes(axes: Any, theme: Theme, story: Story, goodput: Goodput) -> None:
-    gib, total, stored = 2.0**30, 0.0, [(story.began, 0.0)]
+    stored = [(story.began, 0)]
     for at, event in story.stored:
-        total += event.nbytes / gib
-        stored.append((at, total))
-    stored.append((story.until, total))
-    _line(axes, stored, color=theme.green, label="storage", drawstyle="steps-post")
-    sent, before, attempt = 0.0, 0, None
+        stored.append((at, stored[-1][1] + event.nbytes))
+    stored.append((story.until, stored[-1][1]))
+    sent, before, attempt = 0, 0, None
     points = []
     for at, number, sample in story.samples:
         sent += sample.sent_bytes - (before if number == attempt and sample.sent_bytes >= before else 0)
         before, attempt = sample.sent_bytes, number
-        points.append((at, sent / gib))
+        points.append((at, sent))
+    size, unit = _unit(max(sent, stored[-1][1]))
+    _line(axes, [(at, n / size) for at, n in stored], color=theme.green, label="storage", drawstyle="steps-post")
     if sent:
-        _line(axes, points, color=theme.violet, label="peers")
-    _over_time(axes, story, "GiB")
+        _line(axes, [(at, n / size) for at, n in points], color=theme.violet, label="peers")
+    _over_time(axes, theme, story, unit)
+
+
+def _unit(nbytes: int) -> tuple[float, str]:
+    """The size in bytes and the name of the unit in which an axis up to `nbytes` is legible."""
+    for size, name in ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB")):
+        if nbytes >= size:
+            return size, name
+    return 1.0, "bytes"
 
 
 def _values(story: Story, value: Callable[[Sample], float | None]) -> list[tuple[float, float]]:

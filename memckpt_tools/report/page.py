@@ -66,8 +66,13 @@ class Table:
     folded: bool = False
 
 
-def render(run: str, story: Story, goodput: Goodput, kept: Sequence[Kept], problem: str) -> str:
-    """The page: the run's name, its story, its goodput, the checkpoints in storage, or why that could not be read."""
+def render(
+    run: str, story: Story, goodput: Goodput, kept: Sequence[Kept], problem: str, renew: float | None = None
+) -> str:
+    """The page: the run's name, its story, its goodput, the checkpoints in storage, or why that could not be read.
+
+    A browser loads it anew every `renew` seconds.
+    """
     try:
         import jinja2
     except ImportError:
@@ -78,6 +83,7 @@ def render(run: str, story: Story, goodput: Goodput, kept: Sequence[Kept], probl
     template = environment.from_string(Path(__file__).with_name("page.html.jinja").read_text())
     return template.render(
         run=run,
+        renew=renew,
         state=_state(story),
         began=_moment(story.began),
         until=_moment(story.until),

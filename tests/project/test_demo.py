@@ -14,8 +14,8 @@ from examples.demo.verdict import compare_losses, compare_states, same_bits
 TINY = ["--size", "tiny", "--seed", "3"]
 
 
-def test_demo_resumes_bit_for_bit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TINY, "--steps", "16", "--kills", "1"]) == 0
+def test_demo_resumes_bit_for_bit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main([*TINY, "--steps", "16", "--kills", "1", "--svg", str(tmp_path / "demo.svg")]) == 0
     said = capsys.readouterr().out
     assert said.count("SIGKILL in step") == 1
     assert "Equal, bit for bit" in said, said
@@ -23,6 +23,13 @@ def test_demo_resumes_bit_for_bit(capsys: pytest.CaptureFixture[str]) -> None:
     assert [kill[2:] for kill in kills] == [("equal", "cold")], said
     # Between the optimizer and the commit a step is lost; which of the two a kill in "commit" meets is chance.
     assert all(int(lost) <= (phase == "commit") for phase, lost, *_ in kills), said
+    picture = (tmp_path / "demo.svg").read_text()
+    appears = {
+        text.replace("&#160;", " "): float(seconds)
+        for seconds, text in re.findall(r'animation-delay:([\d.]+)s">([^<]*)<', picture)
+    }
+    assert appears["SIGKILL"] < appears["Equal, bit for bit:"]
+    assert "http" not in picture.replace("http://www.w3.org/2000/svg", "").replace("https://www.textualize.io", "")
 
 
 @pytest.mark.slow

@@ -233,13 +233,35 @@ def test_the_page_needs_nothing_else_and_shows_everything(tmp_path: Path) -> Non
     assert page.open == []
     assert all(address.startswith("data:") for address in page.addresses), "nothing is loaded from elsewhere"
     assert 'http-equiv="Content-Security-Policy" content="default-src \'none\'' in source
-    assert {"timeline", "time", "steps", "stall", "replica", "memory", "bytes", "failures"} <= set(page.ids)
+    assert {"timeline", "time", "steps", "speed", "stall", "replica", "memory", "bytes", "failures"} <= set(page.ids)
     assert "<b>silent" not in source
     assert "&lt;b&gt;silent" in source
     assert "a &lt;run&gt;" in source
     shown = re.sub(r"<[^>]*>", " ", re.sub(r"data:[^\"]*", "", source))
     for words in ("ranks 0-1 on a", "agent pid 4 on a was killed", "eager → lazy", "recovered step 60 from local"):
         assert words in shown
+
+
+def test_a_page_that_follows_a_run_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, run = everything(), tmp_path / "run"
+    write(run, told)
+    pages = []
+
+    def finish_meanwhile(*waited: object) -> None:
+        pages.append((run / "report.html").read_text())
+        for node in run.glob("events-*"):
+            node.unlink()
+        told.note(journal.Finished(90))
+        write(run, told)
+
+    monkeypatch.setattr("memckpt_tools.report.command.select.select", finish_meanwhile)
+    assert invoke("report", run, "--follow", "7")[0] == 0
+    (while_it_ran,) = pages
+    assert '<meta http-equiv="refresh" content="7">' in while_it_ran
+    ended = (run / "report.html").read_text()
+    assert 'http-equiv="refresh"' not in ended
+    assert "Finished after step 90" in ended
+    assert [path.name for path in run.iterdir() if "html" in path.name] == ["report.html"]
 
 
 def test_its_numbers_for_programs(tmp_path: Path) -> None:
