@@ -30,6 +30,7 @@ _UNITS = {
     "network": ("network_bytes_per_second", "GB/s", _GB),
     "disk": ("disk_bytes_per_second", "GB/s", _GB),
     "copy": ("copy_bytes_per_second", "GB/s", _GB),
+    "cpu_redo": ("agent_redo_parameters_per_second", "million parameters/s", 1e6),
     "mtbf_hours": ("mtbf_seconds", "hours", 3600.0),
     "node_mtbf_hours": ("mtbf_seconds", "hours", 3600.0),
     "run_days": ("run_seconds", "days", _DAY),
@@ -66,6 +67,9 @@ def plan(
     copy_overlap: Annotated[
         float | None, _rates(help="Share of copying that costs no time. Default: 0.9; 0 without GPUs.")
     ] = None,
+    cpu_redo: Annotated[
+        float | None, _rates(help="Millions of parameters that a node's CPUs advance in a second. Default: 100.")
+    ] = None,
     measure: Annotated[bool, _rates("--measure", help="Time this machine first: copy, redo, encode, disk.")] = False,
     directory: Annotated[Path | None, _rates(help="With --measure: where the disk is. Default: here.")] = None,
     link: Annotated[str | None, _rates(help="With --measure: HOST:PORT of a --listen, to time the link.")] = None,
@@ -87,6 +91,9 @@ def plan(
     loss_budget: Annotated[
         float | None, _budgets(help="Probability a month to lose more than memory holds. Default: 0.001.")
     ] = None,
+    papers: Annotated[
+        bool, _out("--papers", help="Also CheckFreq, Gemini, REFT, ECCheck, LowDiff and LowDiff+.")
+    ] = False,
     schemes: Annotated[Path | None, _out(help="Write the schemes into this file (JSON), for memckpt simulate.")] = None,
     plot: Annotated[Path | None, _out(help="Draw the schemes into this file.")] = None,
     as_json: AsJson = False,
@@ -97,6 +104,7 @@ def plan(
     over what a live run shows, that over defaults. Exit status 1 if no scheme keeps the budgets.
     """
     from memckpt_tools.plan import table as plan_table
+    from memckpt_tools.planning.papers import PAPERS
     from memckpt_tools.planning.pictures import check_plot
     from memckpt_tools.planning.schemes import copies_in_words, make_plan
     from memckpt_tools.planning.values import fields_as_options, option_of
@@ -135,7 +143,7 @@ def plan(
     options = {name: option_of(name) for name in context.params}
     options |= {field: option_of(name) for name, (field, *_) in reversed(_UNITS.items())}
     with fields_as_options(options):
-        found = make_plan(_job(facts, by_node=node_mtbf_hours is not None))
+        found = make_plan(_job(facts, by_node=node_mtbf_hours is not None), PAPERS if papers else ())
     notes += filter(None, [copies_in_words(found.job, found.recommended)])
     if plot is not None:
         plan_table.draw(found, plot)

@@ -20,47 +20,57 @@ from memckpt_tools.planning.pictures import save_figure
 from memckpt_tools.planning.scheme import Expectation, Failure, Planned
 from memckpt_tools.planning.schemes import Plan
 
+#: Two lines of each row: overhead and memory, then what failures of a process and of a node cost.
 _COLUMNS = (
-    "overhead", "memory a node", "wire a step", "ETTR", "memory lost,\na month",
-    "steps lost:\nprocess", "nodes", "all", "recovery:\nprocess", "nodes", "all",
+    "scheme", "ETTR", "overhead\nmemory\nof a node", "exact", "steps lost\nprocess\nnode", "next step\nprocess\nnode",
 )  # fmt: skip
-#: Columns of each table in a terminal narrower than `_WIDE`: what a scheme costs and does, steps lost, recovery.
-_NARROW_TABLES = (slice(0, 5), slice(5, 8), slice(8, 11))
-_WIDE = 120
-_KINDS: tuple[Failure, ...] = ("process", "nodes", "cluster")
+_SHOWN: tuple[Failure, ...] = ("process", "nodes")
 
 
 def show(plan: Plan, notes: Sequence[str]) -> None:
-    """Print a plan: what it is for, the schemes, the recommended configuration."""
-    job = plan.job
+    """Print a plan: the answer, what it is for, the schemes that do, why others do not, and the configuration."""
+    best, job = plan.recommended, plan.job
+    if best is None:
+        out.print(plan.reason, style="bold yellow", markup=False, soft_wrap=True)
+    else:
+        name = f"{best.scheme.name}, {best.choice}"
+        out.print(f"recommended: {name}: {plan.reason}", style="bold", markup=False, soft_wrap=True)
+        out.print(_in_words(best), markup=False, soft_wrap=True)
     gpus = f" of {job.gpus_per_node} GPUs" if job.gpus_per_node else ""
     out.print(
-        f"{_count_text(job.parameters)} parameters on {count(job.nodes, 'node')}{gpus}, "
+        f"\n{_count_text(job.parameters)} parameters on {count(job.nodes, 'node')}{gpus}, "
         f"a step of {job.step_seconds:g} s, a failure every {seconds_text(job.mtbf_seconds)}, "
         f"{job.software_share:.0%} of them of software",
         markup=False,
         soft_wrap=True,
     )
-    for note in notes:
-        out.print(f"  {note}", markup=False, soft_wrap=True, style="dim")
-    for columns in (slice(None),) if out.width >= _WIDE else _NARROW_TABLES:
-        table = plain_table("scheme", *_COLUMNS[columns])
-        for row in plan.rows:
-            style = "bold" if row is plan.recommended else None if row.fits else "dim"
-            title = f"{escape(row.scheme.name)}\n[dim]{escape(row.choice)}[/]"
-            table.add_row(title, *_cells(row)[columns], style=style)
-        out.print(table)
+    table = plain_table(*_COLUMNS)
     for row in plan.rows:
-        said = [*row.problems, *row.notes]
-        if said:
-            out.print(f"{row.scheme.name}: {'; '.join(said)}", markup=False, soft_wrap=True, style="dim")
-    if plan.recommended is None or plan.recommended.config is None:
-        out.print(plan.reason, style="bold yellow", markup=False, soft_wrap=True)
-        return
-    name = f"{plan.recommended.scheme.name}, {plan.recommended.choice}"
-    out.print(f"\nrecommended: {name}: {plan.reason}\n", style="bold", markup=False, soft_wrap=True)
-    out.print(f"# YAML, for Hydra\n{as_yaml(plan.recommended.config)}", markup=False, soft_wrap=True)
-    out.print(f"# Python\n{as_python(plan.recommended.config)}", end="", markup=False, soft_wrap=True)
+        if row.fits and row.scheme.tiers:
+            title = f"{escape(row.scheme.name)}\n[dim]{escape(row.choice)}[/]"
+            table.add_row(title, *_cells(row), style="bold" if row is best else None)
+    out.print(table)
+    for row in plan.rows:
+        if row.problems:
+            said = f"not {row.scheme.name}: {'; '.join(row.problems)}"
+            out.print(said, markup=False, soft_wrap=True, style="dim")
+        elif row.notes:
+            out.print(f"{row.scheme.name}: {'; '.join(row.notes)}", markup=False, soft_wrap=True, style="dim")
+    for note in notes:
+        out.print(note, markup=False, soft_wrap=True, style="dim")
+    if best is not None and best.config is not None:
+        out.print(f"\n# YAML, for Hydra\n{as_yaml(best.config)}", markup=False, soft_wrap=True)
+        out.print(f"# Python\n{as_python(best.config)}", end="", markup=False, soft_wrap=True)
+
+
+def _in_words(row: Planned) -> str:
+    """Describe what a scheme takes beside its row in the table, and what is left where memory does not serve."""
+    takes = f"  It takes at most {nbytes_text(row.memory.peak)} of a node's memory"
+    if row.scheme.wire_bytes:
+        takes += f", and {nbytes_text(row.scheme.wire_bytes)} of its network for each step"
+    expected = row.expectation
+    left = f"{_steps_text(expected, 'cluster')} steps lost, the next one in {_next_step_text(expected, 'cluster')}"
+    return f"{takes}. Storage serves with a probability of {row.monthly_loss or 0:.2g} a month: {left}."
 
 
 def _count_text(number: float) -> str:
@@ -73,15 +83,13 @@ def _count_text(number: float) -> str:
 
 def _cells(row: Planned) -> list[str]:
     """Cells of a row behind its title, in the order of the columns."""
-    scheme, expected = row.scheme, row.expectation
+    expected = row.expectation
     return [
-        f"{scheme.overhead:.2%}",
-        f"{nbytes_text(row.memory.total)}\npeak {nbytes_text(row.memory.peak)}" if row.memory.total else "-",
-        nbytes_text(scheme.wire_bytes) if scheme.wire_bytes else "-",
         f"{expected.ettr:.2%}",
-        "-" if row.monthly_loss is None else f"{row.monthly_loss:.2g}",
-        *(_steps_text(expected, kind) for kind in _KINDS),
-        *(seconds_text(expected.recovery_seconds[kind]) for kind in _KINDS),
+        f"{row.scheme.overhead:.2%}\n{nbytes_text(row.memory.total) if row.memory.total else '-'}",
+        "yes" if row.exact else "no",
+        "\n".join(_steps_text(expected, kind) for kind in _SHOWN),
+        "\n".join(_next_step_text(expected, kind) for kind in _SHOWN),
     ]
 
 
@@ -89,6 +97,11 @@ def _steps_text(expected: Expectation, kind: Failure) -> str:
     lost = expected.lost_steps[kind]
     text = f"{lost:.1f}" if lost < 100 else short_number(lost)
     return text if expected.tiers[kind] else f"all ({text})"
+
+
+def _next_step_text(expected: Expectation, kind: Failure) -> str:
+    seconds = expected.recovery_seconds[kind]
+    return f"{seconds:,.0f} s" if 10 <= seconds < 10_000 else seconds_text(seconds)
 
 
 def print_plan_json(plan: Plan, notes: Sequence[str]) -> None:
@@ -110,8 +123,11 @@ def print_plan_json(plan: Plan, notes: Sequence[str]) -> None:
 
 
 def write_schemes(plan: Plan, path: Path) -> None:
-    """Write the schemes as JSON, as `memckpt simulate` reads them. Raises ConfigurationError if that fails."""
-    found = msgspec.json.encode({"schemes": [row.scheme for row in plan.rows]})
+    """Write job and schemes as JSON, as `memckpt simulate` reads them. Raises ConfigurationError if that fails.
+
+    What this job cannot have is left out: the simulator refuses groups of more nodes than there are.
+    """
+    found = msgspec.json.encode({"job": plan.job, "schemes": [row.scheme for row in plan.rows if not row.refused]})
     try:
         path.write_bytes(msgspec.json.format(found, indent=1) + b"\n")
     except OSError as error:
@@ -129,6 +145,7 @@ def _in_json(row: Planned) -> dict[str, Any]:
         "recovery_seconds": row.expectation.recovery_seconds,
         "served_by": row.expectation.tiers,
         "monthly_loss_probability": row.monthly_loss,
+        "two_nodes_survival_probability": row.survives_two,
         "exact": row.exact,
         "fits": row.fits,
         "problems": row.problems,

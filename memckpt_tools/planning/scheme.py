@@ -156,7 +156,7 @@ class Planned:
     scheme: Scheme
     choice: str  #: its settings in words: an interval, (k, m), a compressor
     memory: NodeMemory
-    config: MemckptConfig | None = None  #: settings of this product; None: a scheme of others, which has no memory tier
+    config: MemckptConfig | None = None  #: settings of this product; None: a scheme of others
     exact: bool = True
     refused: tuple[str, ...] = ()  #: why it does not do for this job, whatever the budgets
     notes: tuple[str, ...] = ()
@@ -177,9 +177,27 @@ class Planned:
     @cached_property
     def monthly_loss(self) -> float | None:
         """Probability of losing more than memory holds, in 30 days; None: it holds nothing in memory."""
-        if self.config is None:
+        if all(tier.survives_cluster for tier in self.scheme.tiers):
             return None
         return monthly_probability(beyond_rate(self.job, self.scheme) + self.job.failures.cluster)
+
+    @cached_property
+    def survives_two(self) -> float | None:
+        """Probability that memory holds the state when any two nodes are lost at once; None as above.
+
+        Sources: the summary of Gemini, "Optimal checkpoint placement": groups of M nodes; ECCheck, equations 1 and 2:
+        of the six pairs of four nodes, pairs of copies survive four, and a code with m = 2 all.
+        """
+        nodes = self.job.nodes
+        if self.monthly_loss is None or nodes < 2:
+            return None
+        group = max(self.scheme.tiers, key=lambda tier: tier.tolerates)
+        if group.tolerates != 1 or group.group_nodes > nodes:
+            return float(group.tolerates > 1 and group.group_nodes <= nodes)
+        groups = nodes // group.group_nodes
+        size, larger = divmod(nodes, groups)
+        together = (groups - larger) * math.comb(size, 2) + larger * math.comb(size + 1, 2)
+        return 1 - together / math.comb(nodes, 2)
 
     @property
     def keeps_memory(self) -> bool:

@@ -54,26 +54,44 @@ def refused(*options: str) -> str:
     return str(result.exception)
 
 
-def test_the_table_has_each_scheme_and_the_recommended_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common.out, "_width", 200)  # it reads the environment once, whoever imports it first
-    result = run(*LLAMA)
+def test_the_answer_comes_first_then_one_table_of_six_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common.out, "_width", 80)  # it reads the environment once, whoever imports it first
+    result = run(*LLAMA, "--papers")
     assert result.exit_code == 0
+    lines = result.output.splitlines()
+    assert lines[0].startswith("recommended: (k, m), k=8, m=2, lazy, T=8: ETTR 96.7")
+    assert "Storage serves with a probability of 1.4e-06 a month" in lines[1]
+    table = [line for line in lines if line.startswith(("┃", "│"))]
+    assert {len(line) for line in table} == {80}
+    assert {len(line.split(line[0])) - 2 for line in table} == {6}
+    heads = [line for line in table if line.startswith("┃ scheme")]
+    assert len(heads) == 1
+    for name in ("torch.save", "dcp.async_save", "CheckFreq", "Gemini", "ECCheck", "memory", "copies", "(k, m)"):
+        assert sum(line.startswith(f"│ {name} ") for line in table) == 1, name
     for expected in (
         "405B parameters on 2048 nodes of 8 GPUs, a step of 6 s, a failure every 3 h, 22%",
-        "torch.save", "async to disk", "memory", "copies", "(k, m)", "compressed", "log", "all (",
-        "recommended: (k, m), k=8, m=2", "# YAML, for Hydra", "tolerate: 2", "peers=ErasureConfig(",
-        "compressed: compression: expected DistributedDataParallel",
+        "# YAML, for Hydra", "tolerate: 2", "peers=ErasureConfig(",
+        "not compressed: compression: expected DistributedDataParallel", "not REFT: replicas: expected 2 or more",
     ):  # fmt: skip
         assert expected in result.output
+    assert "none" not in result.output, "what starts over is no way to protect it"
 
 
-def test_in_a_narrow_terminal_there_are_three_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common.out, "_width", 80)
-    lines = run(*LLAMA).output.splitlines()
-    assert sum(line.startswith("┃ scheme") for line in lines) == 3
-    assert max(len(line) for line in lines if line.startswith(("┃", "│"))) <= 80
-    shown = "".join(lines)
-    assert all(word in shown for word in ("overhead", "ETTR", "process", "torch.save", "compressed"))
+def test_papers_are_in_json_and_in_files_for_the_simulator(tmp_path: Path) -> None:
+    names = {"CheckFreq", "Gemini", "REFT", "ECCheck", "LowDiff", "LowDiff+"}
+    target = tmp_path / "schemes.json"
+    job = ["--parameters", "1B", "--nodes", "8", "--replicas", "8", "--cpu-redo", "2000"]
+    found = planned(*job, "--papers", "--schemes", str(target))
+    assert names <= {row["scheme"]["name"] for row in found["schemes"]}
+    assert found["job"]["agent_redo_parameters_per_second"] == 2e9
+    assert not names & {row["scheme"]["name"] for row in planned(*job)["schemes"]}
+    (row,) = (row for row in found["schemes"] if row["scheme"]["name"] == "Gemini")
+    assert row["two_nodes_survival_probability"] == pytest.approx(1 - 4 / 28)
+    assert row["exact"]
+    assert row["monthly_loss_probability"] > 0
+    written = json.loads(target.read_text())
+    assert names <= {one["name"] for one in written["schemes"]}
+    assert written["job"] == found["job"]
 
 
 def test_json_has_units_in_names_and_a_configuration() -> None:
@@ -96,7 +114,7 @@ def test_schemes_are_written_for_the_simulator(tmp_path: Path) -> None:
     target = tmp_path / "schemes.json"
     assert run(*LLAMA, "--schemes", str(target)).exit_code == 0
     found = json.loads(target.read_text())["schemes"]
-    assert [one["name"] for one in found][:3] == ["none", "torch.save", "async to disk"]
+    assert [one["name"] for one in found][:3] == ["none", "torch.save", "dcp.async_save"]
     schemes = msgspec.convert(found, list[Scheme])
     assert schemes[5].tiers[1].tolerates == 2
     assert "expected a name that ends in .json" in refused(*LLAMA, "--schemes", str(tmp_path / "schemes.txt"))

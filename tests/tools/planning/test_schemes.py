@@ -79,7 +79,7 @@ def test_the_plan_of_llama_3() -> None:
     plan = make_plan(LLAMA)
     names = [one.scheme.name for one in plan.rows]
     assert names == [
-        "none", "torch.save", "async to disk", "memory", "copies", "(k, m)", "compressed", "log",
+        "none", "torch.save", "dcp.async_save", "memory", "copies", "(k, m)", "compressed", "log",
     ]  # fmt: skip
     config = plan.recommended.config
     assert isinstance(config.peers, ErasureConfig)
