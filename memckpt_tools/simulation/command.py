@@ -13,6 +13,7 @@ from memckpt.cli.common import AsJson, count, out, plain_table, print_json, seco
 from memckpt.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from memckpt_tools.planning.job import Job
     from memckpt_tools.planning.scheme import Scheme, Tier
     from memckpt_tools.simulation.failures import FailureModel, Failures
     from memckpt_tools.simulation.run import Estimate, Setup, Summary, Sweep
@@ -22,11 +23,16 @@ _cluster, _fails, _repair, _protection, _run = (
     for panel in ("Cluster", "Failures", "Repair", "Protection", "Simulation")
 )
 
+_SWEEPS = ("sweep_mtbf_hours", "sweep_nodes")
+_MARKERS = "osv^Dx*"
+
 
 def simulate(
     context: typer.Context,
-    nodes: Annotated[int, _cluster(help="Nodes of the job.")],
-    step_seconds: Annotated[float, _run(help="Time of a step without protection.")],
+    nodes: Annotated[int | None, _cluster(help="Nodes of the job. Default: those of a plan in --schemes.")] = None,
+    step_seconds: Annotated[
+        float | None, _run(help="Time of a step without protection. Default: that of a plan in --schemes.")
+    ] = None,
     nodes_per_rack: Annotated[int | None, _cluster(help="Nodes in a rack.")] = None,
     racks_per_zone: Annotated[int | None, _cluster(help="Racks in a zone.")] = None,
     node_mtbf_hours: Annotated[
@@ -36,8 +42,8 @@ def simulate(
         float | None, _fails(help="The same of all nodes together, in place of --node-mtbf-hours.")
     ] = None,
     software_share: Annotated[
-        float, _fails(help="Share of software among failures of nodes, 0 to 1: processes die, memory stays.")
-    ] = 0.0,
+        float | None, _fails(help="Share of software among failures of nodes, 0 to 1: processes die, memory stays.")
+    ] = None,
     weibull_shape: Annotated[
         float, _fails(help="Shape of the times between failures of hardware; 1: exponential.")
     ] = 1.0,
@@ -55,8 +61,12 @@ def simulate(
         Path | None,
         _fails(help="Failures from a file in place of distributions: CSV with columns time_seconds, kind, node."),
     ] = None,
-    detection_seconds: Annotated[float, _repair(help="From a failure until the job's processes have ended.")] = 0.0,
-    replacement_seconds: Annotated[float, _repair(help="From then until a spare node has a lost one's place.")] = 0.0,
+    detection_seconds: Annotated[
+        float | None, _repair(help="From a failure until the job's processes have ended.")
+    ] = None,
+    replacement_seconds: Annotated[
+        float | None, _repair(help="From then until a spare node has a lost one's place.")
+    ] = None,
     repair_seconds: Annotated[
         float, _repair(help="From a failure until a lost node can serve as a spare; with --spares.")
     ] = 0.0,
@@ -64,7 +74,14 @@ def simulate(
     start_seconds: Annotated[
         float, _repair(help="From the start of processes to the first step, where nothing is held.")
     ] = 0.0,
-    schemes: Annotated[Path | None, _protection(help="Schemes of protection, as YAML or JSON.")] = None,
+    schemes: Annotated[
+        Path | None,
+        _protection(
+            help="Schemes of protection, as YAML or JSON. A file of memckpt plan also gives nodes, the time of a step, "
+            "failures and times of restarts, where options do not; a sweep plans anew at each point."
+        ),
+    ] = None,
+    only: Annotated[list[str] | None, _protection(help="Name of a scheme of --schemes, to leave out others.")] = None,
     tier: Annotated[
         list[str] | None,
         _protection(
@@ -89,6 +106,10 @@ def simulate(
             "a .png, .svg or .pdf. Takes about 16 times as long."
         ),
     ] = None,
+    sweep_mtbf_hours: Annotated[
+        str | None, _run(help="With --plot: these times between failures of the job, such as 0.1,1,5.")
+    ] = None,
+    sweep_nodes: Annotated[str | None, _run(help="With --plot: these numbers of nodes, such as 2,4,8.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Simulate the failures of a cluster, and what is left of a training's time under schemes of protection.
@@ -111,17 +132,24 @@ def simulate(
             f"--repair-seconds {repair_seconds:g}: expected --spares with it, found none; without --spares there are "
             "enough spare nodes, and no repair is waited for"
         )
-    protection = _schemes_of(schemes, tier, overhead, name)
-    run = partial(
-        run_schemes, schemes=protection, repetitions=repetitions, seed=seed, workers=workers, confidence=confidence
-    )
+    axes = (_numbers("--sweep-mtbf-hours", sweep_mtbf_hours), _numbers("--sweep-nodes", sweep_nodes))
+    if any(axes) and plot is None:
+        raise ConfigurationError("--sweep-mtbf-hours, --sweep-nodes: expected --plot with it, found none")
+    protection, job = _schemes_of(schemes, only, tier, overhead, name)
+    given = {name: value for name, value in context.params.items() if value is not None}
+    if job is not None:
+        given = options_of(job, given) | given
+    for each in ("nodes", "step_seconds"):
+        if each not in given:
+            raise ConfigurationError(f"{option_of(each)}: expected it, or a plan in --schemes, found neither")
+    run = partial(run_schemes, repetitions=repetitions, seed=seed, workers=workers, confidence=confidence)
     options = {name: option_of(name) for name in context.params}
     with fields_as_options(options | {"racks": "--rack-mtbf-hours", "zones": "--zone-mtbf-hours"}):
-        cluster = Cluster(nodes=nodes, nodes_per_rack=nodes_per_rack, racks_per_zone=racks_per_zone)
+        cluster = Cluster(
+            nodes=given["nodes"], nodes_per_rack=given.get("nodes_per_rack"), racks_per_zone=racks_per_zone
+        )
         failures: FailureModel | Failures
-        hours = {
-            name: value for name, value in context.params.items() if name.endswith("_mtbf_hours") and value is not None
-        }
+        hours = {name: value for name, value in given.items() if name.endswith("_mtbf_hours") and name not in _SWEEPS}
         if trace is not None:
             if found := [*hours, *(["plot"] if plot is not None else [])]:
                 drawn = ", ".join(map(option_of, found))
@@ -132,26 +160,27 @@ def simulate(
                 name.removesuffix("_mtbf_hours"): _seconds(option_of(name), value, 3600)
                 for name, value in hours.items()
             }
-            failures = _model_of(nodes, means, software_share, weibull_shape, new_nodes)
+            failures = _model_of(cluster.nodes, means, given.get("software_share", 0.0), weibull_shape, new_nodes)
         setup = Setup(
             cluster=cluster,
             failures=failures,
-            training=Training(step_seconds=step_seconds, duration_seconds=_seconds("--days", days, 86400)),
+            training=Training(step_seconds=given["step_seconds"], duration_seconds=_seconds("--days", days, 86400)),
             repair=Repair(
-                detection_seconds=detection_seconds,
-                replacement_seconds=replacement_seconds,
+                detection_seconds=given.get("detection_seconds", 0.0),
+                replacement_seconds=given.get("replacement_seconds", 0.0),
                 repair_seconds=repair_seconds,
                 spares=spares,
                 start_seconds=start_seconds,
             ),
         )
-        summaries = run(setup)
-    swept = None
-    if plot is not None:
-        from memckpt_tools.simulation.run import sweep
+        summaries = run(setup, protection)
+        swept = None
+        if plot is not None:
+            from memckpt_tools.simulation.run import sweep
 
-        swept = sweep(setup, protection, run)
-        draw(swept, plot, f"{nodes:,} nodes, {days:g} days: a quarter to four times the failures, and the nodes")
+            at = partial(planned_schemes, job, protection)
+            swept = sweep(setup, at, run, [hour * 3600 for hour in axes[0]], [round(number) for number in axes[1]])
+            draw(swept, plot, f"{count(cluster.nodes, 'node')}; {days:g} days")
     if as_json:
         print_json(_as_json(setup, summaries, seed, swept))
         return
@@ -169,30 +198,98 @@ def _seconds(option: str, value: float, unit_seconds: float) -> float:
     return value * unit_seconds
 
 
-def _schemes_of(path: Path | None, tiers: list[str] | None, overhead: float, name: str) -> list[Scheme]:
+def _numbers(option: str, text: str | None) -> list[float]:
+    """Read numbers above 0, separated by commas."""
+    found = []
+    for part in (text or "").split(",") if text is not None else ():
+        try:
+            found.append(float(part))
+        except ValueError:
+            found.append(0.0)
+        if not 0 < found[-1] < 1e6:
+            raise ConfigurationError(f"{option}: expected numbers above 0, such as 1,2,4, found {text!r}")
+    return found
+
+
+def _schemes_of(
+    path: Path | None, only: list[str] | None, tiers: list[str] | None, overhead: float, name: str
+) -> tuple[list[Scheme], Job | None]:
     from memckpt_tools.planning.scheme import Scheme
 
-    schemes = [] if path is None else read_schemes(path)
+    schemes, job = ([], None) if path is None else read_schemes(path)
+    if unknown := set(only or ()) - {one.name for one in schemes}:
+        names = ", ".join(one.name for one in schemes) or "none: --schemes is missing"
+        raise ConfigurationError(f"--only {sorted(unknown)[0]}: expected one of {names}")
+    if only:
+        schemes = [one for one in schemes if one.name in only]
     if tiers:
         schemes.append(Scheme(name=name, overhead=overhead, tiers=tuple(map(parse_tier, tiers))))
     elif overhead:
         raise ConfigurationError(f"--overhead {overhead:g}: expected --tier beside it, whose scheme it belongs to")
     if not schemes:
         raise ConfigurationError("schemes: expected --schemes FILE or --tier, found neither")
-    return schemes
+    return schemes, job
 
 
-def read_schemes(path: Path) -> list[Scheme]:
-    """Read schemes from a file of JSON (``.json``) or YAML: a list, or a mapping with the list as ``schemes``."""
+def read_schemes(path: Path) -> tuple[list[Scheme], Job | None]:
+    """Read schemes from a file of JSON (``.json``) or YAML: a list, or a mapping with the list as ``schemes``.
+
+    ``memckpt plan --schemes`` adds the job that they were planned for, as ``job``.
+    """
+    from memckpt_tools.planning.job import Job
     from memckpt_tools.planning.scheme import Scheme
     from memckpt_tools.planning.values import converted, read_tree
 
-    found = read_tree(path, f"--schemes {path}")
-    if isinstance(found, Mapping) and set(found) == {"schemes"}:
+    found, job = read_tree(path, f"--schemes {path}"), None
+    if isinstance(found, Mapping) and "schemes" in found and set(found) <= {"job", "schemes"}:
+        job = converted(found["job"], Job, f"{path}: job") if "job" in found else None
         found = found["schemes"]
     if not isinstance(found, list) or not found:
         raise ConfigurationError(f"{path}: expected a list of schemes, found {found!r}")
-    return converted(found, list[Scheme], f"{path}: schemes")
+    return converted(found, list[Scheme], f"{path}: schemes"), job
+
+
+def options_of(job: Job, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Say with options what a planned job says. Its failures are left out where any of others are given."""
+    failures = job.failures
+    found: dict[str, Any] = {
+        "nodes": job.nodes,
+        "step_seconds": job.step_seconds,
+        "detection_seconds": job.restart_seconds,
+        "replacement_seconds": job.replacement_seconds,
+    }
+    if "trace" in given or any(name.endswith("_mtbf_hours") and name not in _SWEEPS for name in given):
+        return found
+    if of_nodes := failures.process + failures.node:
+        found |= {"job_mtbf_hours": 1 / of_nodes / 3600, "software_share": failures.process / of_nodes}
+    if failures.domain:
+        found |= {"rack_mtbf_hours": job.domains / failures.domain / 3600}
+        found |= {"nodes_per_rack": -(-job.nodes // job.domains)}
+    if failures.cluster:
+        found |= {"cluster_mtbf_hours": 1 / failures.cluster / 3600}
+    return found
+
+
+def planned_schemes(job: Job | None, schemes: Sequence[Scheme], mtbf_seconds: float, nodes: int) -> list[Scheme]:
+    """Plan a job anew with other failures and nodes: schemes of the same names, without those that it cannot have.
+
+    Schemes that are no plan's stay as they are, and all of them without a job.
+    """
+    from dataclasses import replace
+
+    from memckpt_tools.planning.papers import PAPERS
+    from memckpt_tools.planning.schemes import make_plan
+
+    if job is None:
+        return list(schemes)
+    replicas = nodes if job.replicas == job.nodes else job.replicas
+    other = replace(job, mtbf_seconds=mtbf_seconds, nodes=nodes, replicas=replicas, domains=min(job.domains, nodes))
+    rows = {row.scheme.name: row for row in make_plan(other, PAPERS).rows}
+    return [
+        rows[one.name].scheme if one.name in rows else one
+        for one in schemes
+        if one.name not in rows or not rows[one.name].refused
+    ]
 
 
 def parse_tier(text: str) -> Tier:
@@ -300,35 +397,39 @@ def _as_json(setup: Setup, summaries: list[Summary], seed: int, swept: Sweep | N
 
 
 def draw(sweep: Sweep, path: Path, title: str) -> None:
-    """Draw a sweep: a line for each scheme, with its confidence interval as a band."""
+    """Draw a sweep: a line for each scheme, with its confidence interval as a band; `title` is of its left half."""
     from matplotlib.figure import Figure
 
     from memckpt_tools.planning.pictures import save_figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
+    found = [one for _, each in (*sweep.by_mtbf, *sweep.by_nodes) for one in each]
+    names = list(dict.fromkeys(one.scheme.name for one in found))
     hours = [(mtbf / 3600, summaries) for mtbf, summaries in sweep.by_mtbf]
     sizes = [(float(nodes), summaries) for nodes, summaries in sweep.by_nodes]
     labels = ("mean time between failures of the job, hours", "nodes")
     for axes, label, points in zip((left, right), labels, (hours, sizes), strict=True):
-        for at in range(len(points[0][1])):
-            _draw_line(axes, [(x, summaries[at]) for x, summaries in points])
+        for at, name in enumerate(names):
+            line = [(x, each.ettr) for x, summaries in points for each in summaries if each.scheme.name == name]
+            _draw_line(axes, line, name, f"C{at % 10}", _MARKERS[at % len(_MARKERS)])
         axes.set_xscale("log")
         axes.set_xticks([x for x, _ in points], [f"{x:,.3g}" if x < 100 else f"{x:,.0f}" for x, _ in points])
         axes.minorticks_off()
         axes.set_xlabel(label)
         axes.grid(alpha=0.3)
     left.set_ylabel("effective training time ratio")
-    left.legend()
-    figure.suptitle(title)
+    left.set_ylim(max(0.0, min(one.ettr.mean for one in found) - 0.03), 1.01)
+    left.set_title(title, fontsize=10)
+    right.set_title("each node fails as often as there", fontsize=10)
+    right.legend(loc="lower left")
     save_figure(figure, path)
 
 
-def _draw_line(axes: Any, points: Sequence[tuple[float, Summary]]) -> None:
-    xs = [x for x, _ in points]
-    ettrs = [summary.ettr for _, summary in points]
-    widths = [ettr.half_width or 0.0 for ettr in ettrs]
-    (line,) = axes.plot(xs, [ettr.mean for ettr in ettrs], marker="o", markersize=4, label=points[0][1].scheme.name)
-    low = [ettr.mean - width for ettr, width in zip(ettrs, widths, strict=True)]
-    high = [ettr.mean + width for ettr, width in zip(ettrs, widths, strict=True)]
-    axes.fill_between(xs, low, high, color=line.get_color(), alpha=0.2)
+def _draw_line(axes: Any, points: Sequence[tuple[float, Estimate]], name: str, color: str, marker: str) -> None:
+    xs, means = [x for x, _ in points], [ettr.mean for _, ettr in points]
+    widths = [ettr.half_width or 0.0 for _, ettr in points]
+    axes.plot(xs, means, color=color, marker=marker, markersize=4, label=name)
+    low = [mean - width for mean, width in zip(means, widths, strict=True)]
+    high = [mean + width for mean, width in zip(means, widths, strict=True)]
+    axes.fill_between(xs, low, high, color=color, alpha=0.2)

@@ -199,36 +199,43 @@ def _repeat(setup: Setup, schemes: Sequence[Scheme], seed: int, number: int) -> 
 
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+#: Schemes for a mean time between failures of the job, in seconds, and a number of nodes.
+SchemesAt = Callable[[float, int], Sequence[Scheme]]
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Simulations along two axes, with the summaries of all schemes; all else is as it was, the schemes' costs, too."""
+    """Simulations along two axes, with the summaries of the schemes that are possible there; all else is as it was."""
 
     by_mtbf: tuple[tuple[float, tuple[Summary, ...]], ...]  #: by the job's mean time between failures in seconds
     by_nodes: tuple[tuple[int, tuple[Summary, ...]], ...]  #: each node fails as often in all of them
 
 
-def sweep(setup: Setup, schemes: Sequence[Scheme], run: Callable[[Setup], Iterable[Summary]]) -> Sweep:
-    """Simulate with times between failures, and with numbers of nodes, times each factor, by `run`.
+def sweep(
+    setup: Setup,
+    schemes_at: SchemesAt,
+    run: Callable[[Setup, Sequence[Scheme]], Iterable[Summary]],
+    mtbf_seconds: Sequence[float] = (),
+    nodes: Sequence[int] = (),
+) -> Sweep:
+    """Simulate with other times between failures, and with other numbers of nodes, by `run`; else times each factor.
 
     Clusters smaller than the largest group of a scheme are left out. Failures are no trace, which fits one cluster.
     """
-    model = setup.failures
+    model, cluster = setup.failures, setup.cluster
     assert isinstance(model, FailureModel), "distributions can be scaled"
-    least = max((tier.group_nodes for scheme in schemes for tier in scheme.tiers), default=1)
-    sizes = sorted({round(setup.cluster.nodes * factor) for factor in FACTORS})
-    mtbf = model.mean_seconds(setup.cluster)
-    return Sweep(
-        by_mtbf=tuple(
-            (mtbf * factor, tuple(run(replace(setup, failures=with_mean_scaled(model, factor))))) for factor in FACTORS
-        ),
-        by_nodes=tuple(
-            (nodes, tuple(run(replace(setup, cluster=with_nodes(setup.cluster, nodes)))))
-            for nodes in sizes
-            if nodes >= max(1, least)
-        ),
-    )
+    mtbf = model.mean_seconds(cluster)
+    by_mtbf = []
+    for each in mtbf_seconds or [mtbf * factor for factor in FACTORS]:
+        often = replace(setup, failures=with_mean_scaled(model, each / mtbf))
+        by_mtbf.append((each, tuple(run(often, schemes_at(each, cluster.nodes)))))
+    by_nodes = []
+    for size in nodes or sorted({round(cluster.nodes * factor) for factor in FACTORS}):
+        sized = replace(setup, cluster=with_nodes(cluster, max(1, size)))
+        schemes = schemes_at(model.mean_seconds(sized.cluster), sized.cluster.nodes)
+        if schemes and size >= max([1, *(tier.group_nodes for scheme in schemes for tier in scheme.tiers)]):
+            by_nodes.append((size, tuple(run(sized, schemes))))
+    return Sweep(tuple(by_mtbf), tuple(by_nodes))
 
 
 def with_mean_scaled(model: FailureModel, factor: float) -> FailureModel:

@@ -13,7 +13,7 @@ import pytest
 
 from memckpt.errors import ConfigurationError
 from memckpt_tools.planning.scheme import Scheme, Tier
-from memckpt_tools.simulation.command import parse_tier, read_schemes
+from memckpt_tools.simulation.command import parse_tier, planned_schemes, read_schemes
 from memckpt_tools.simulation.failures import Cluster, FailureModel, Lifetime
 from memckpt_tools.simulation.replay import Repair, Training
 from memckpt_tools.simulation.run import Setup
@@ -85,14 +85,15 @@ def test_a_table_for_people(schemes: Path) -> None:
 
 
 def test_files_of_schemes(tmp_path: Path, schemes: Path) -> None:
-    first, second = read_schemes(schemes)
+    (first, second), job = read_schemes(schemes)
+    assert job is None
     disk = Tier(name="disk", every_steps=100, lag_steps=5, restore_seconds=300, survives_cluster=True)
     assert first == Scheme(name="async to disk", overhead=0.01, tiers=(disk,))
     assert second == Scheme(name="nothing", overhead=0, tiers=())
     assert parse_tier(DISK) == disk
     path = tmp_path / "schemes.json"
     path.write_text(json.dumps([{"name": "a", "overhead": 0.5, "tiers": [], "memory_bytes": 7}]))
-    assert read_schemes(path) == [Scheme(name="a", overhead=0.5, tiers=(), memory_bytes=7)]
+    assert read_schemes(path) == ([Scheme(name="a", overhead=0.5, tiers=(), memory_bytes=7)], None)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +131,57 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(ConfigurationError, match=r"pip install pyyaml, or write JSON"):
         read_schemes(path)
+
+
+PLANNED = (
+    "plan", "--parameters", "1B", "--nodes", 8, "--replicas", 8, "--step-seconds", 2, "--mtbf-hours", 1, "--domains", 4,
+    "--domain-share", 0.25, "--cluster-share", 0.05, "--software-share", 0.4, "--restart-seconds", 20,
+    "--replacement-seconds", 40, "--papers",
+)  # fmt: skip
+
+
+def test_a_plan_is_simulated_as_it_was_planned(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    _, plan = invoke_json(*PLANNED, "--schemes", path)
+    by_hand = (
+        "--nodes", 8, "--step-seconds", 2, "--job-mtbf-hours", 1 / 0.7, "--software-share", 4 / 7,
+        "--nodes-per-rack", 2, "--rack-mtbf-hours", 4 / 0.25, "--cluster-mtbf-hours", 20, "--detection-seconds", 20,
+        "--replacement-seconds", 40,
+    )  # fmt: skip
+    common = ("simulate", "--schemes", path, "--days", 2, "--repetitions", 3)
+    _, found = invoke_json(*common)
+    _, same = invoke_json(*common, *by_hand)
+    assert found["failures"]["rack"]["mean"] > 0
+    assert [row["ettr"]["mean"] for row in found["schemes"]] == pytest.approx(
+        [row["ettr"]["mean"] for row in same["schemes"]], abs=1e-6
+    )
+    assert {"Gemini", "LowDiff+", "REFT"} <= {row["name"] for row in found["schemes"]}
+    _, other = invoke_json(*common, "--job-mtbf-hours", 100, "--only", "Gemini")
+    assert [row["name"] for row in other["schemes"]] == ["Gemini"]
+    assert other["failures"]["rack"]["mean"] == 0, "failures of options are in the place of the plan's"
+    planned = next(row["ettr"] for row in plan["schemes"] if row["scheme"]["name"] == "Gemini")
+    assert other["schemes"][0]["ettr"]["mean"] > planned
+
+
+def test_a_sweep_plans_anew_at_each_point(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.json"
+    invoke_json(*PLANNED, "--schemes", path)
+    _, found = invoke_json(
+        "simulate", "--schemes", path, "--days", 1, "--repetitions", 2, "--only", "torch.save", "--only", "ECCheck",
+        "--plot", tmp_path / "sweep.svg", "--sweep-mtbf-hours", "0.1,5", "--sweep-nodes", "2,16",
+    )  # fmt: skip
+    assert [point["mtbf_seconds"] for point in found["by_mtbf"]] == [360, 18000]
+    few, many = found["by_nodes"]
+    assert (few["nodes"], many["nodes"]) == (2, 16)
+    assert (set(few["ettr"]), set(many["ettr"])) == ({"torch.save"}, {"torch.save", "ECCheck"})
+    schemes, job = read_schemes(path)
+    planned = [one for one in schemes if one.name == "torch.save"]
+    assert job is not None
+    often, seldom = (planned_schemes(job, planned, hours * 3600, 8)[0] for hours in (0.1, 5))
+    assert often.tiers[0].every_steps < seldom.tiers[0].every_steps / 4
+    by_hand = Scheme(name="by hand", overhead=0.1, tiers=())
+    assert planned_schemes(job, [by_hand], 360, 8) == planned_schemes(None, [by_hand], 360, 8) == [by_hand]
 
 
 def test_a_trace_is_replayed_once(tmp_path: Path) -> None:
@@ -195,6 +247,9 @@ def test_a_plot_that_cannot_be_drawn_is_refused_first(tmp_path: Path, monkeypatc
         (("--node-mtbf-hours", 1, "--tier", "name=x"), "object missing required field `every_steps`, found"),
         (("--node-mtbf-hours", 1, "--tier", DISK.replace("100", "ten")), "every_steps: expected `float`, .*'ten'"),
         (("--node-mtbf-hours", 1, "--tier", DISK.replace("true", "ten")), "survives_cluster: expected `bool`, .*'ten'"),
+        (("--node-mtbf-hours", 1, "--tier", DISK, "--only", "x"), "--only x: expected one of none: --schemes is miss"),
+        (("--node-mtbf-hours", 1, "--tier", DISK, "--sweep-nodes", "2"), "--sweep-nodes: expected --plot with it"),
+        (("--node-mtbf-hours", 1, "--tier", DISK, "--sweep-nodes", "2,x"), "--sweep-nodes: expected numbers .* '2,x'"),
         (("--node-mtbf-hours", 1, "--tier", DISK, "--days", 0), "--days: expected 0 to .* days, found 0"),
         (("--node-mtbf-hours", 1, "--tier", DISK, "--step-seconds", 450), "^--step-seconds: .* found 450"),
         (("--node-mtbf-hours", 1, "--tier", DISK, "--spares", -1), "^--spares: expected a whole number, 0 .* found -1"),
@@ -206,6 +261,11 @@ def test_a_plot_that_cannot_be_drawn_is_refused_first(tmp_path: Path, monkeypatc
 def test_what_is_wrong_with_options_is_named(options: tuple[object, ...], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         invoke(*JOB, *options)
+
+
+def test_nodes_and_steps_come_from_options_or_a_plan() -> None:
+    with pytest.raises(ConfigurationError, match="--nodes: expected it, or a plan in --schemes, found neither"):
+        invoke("simulate", "--step-seconds", 5, "--node-mtbf-hours", 1, "--tier", DISK)
 
 
 def test_exit_status_of_a_wrong_option(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,6 +285,24 @@ def test_the_documented_example_gives_the_documented_table(monkeypatch: pytest.M
         assert float(ettr) == pytest.approx(row["ettr"]["mean"], abs=6e-5)
         assert float(width) == pytest.approx(row["ettr"]["half_width"], abs=6e-5)
         assert int(steps.replace(",", "")) == round(row["lost_steps"]["mean"])
+
+
+def test_lowdiffs_figures_are_those_of_the_documented_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    page = (ROOT / "docs/simulation.md").read_text()
+    block = re.search(r"^```\nmemckpt (plan .*?)\nmemckpt (simulate .*?)\n```", page, re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    plan, simulation = (text.replace("\\\n", " ").split() for text in block.groups())
+    invoke_json(*plan)
+    _, found = invoke_json(*simulation)
+    names = ["torch.save", "CheckFreq", "Gemini", "LowDiff", "LowDiff+", "compressed", "copies"]
+    for label, points, at in (("every 0.3 h", "by_mtbf", 1), ("64 GPUs", "by_nodes", 3)):
+        cells = re.search(rf"^\| {label}, here \| (.*) \|$", page, re.MULTILINE)[1].split(" | ")
+        ettrs = [found[points][at]["ettr"][name]["mean"] for name in names]
+        assert [f"{ettr:.1%}" for ettr in ettrs] == cells
+    assert found["by_mtbf"][1]["mtbf_seconds"] == pytest.approx(0.3 * 3600)
+    assert found["by_nodes"][3]["nodes"] * 4 == 64
+    assert (tmp_path / "lowdiff.svg").stat().st_size < 60_000
 
 
 def test_the_documented_trace_and_schemes_are_read(tmp_path: Path) -> None:
