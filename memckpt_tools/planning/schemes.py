@@ -164,8 +164,9 @@ def compressed(job: Job) -> Planned:
     return replace(
         found,
         config=replace(found.config, compression=compressor, anchor_period_steps=None),
+        exact=False,  # where records go to a log, what compression leaves out of them is dropped at a resume
         refused=tuple(refused),
-        notes=(*found.notes, "changes what is trained: compare the loss; a resume is not exact (residual)"),
+        notes=(*found.notes, "changes what is trained: compare the loss"),
     )
 
 
@@ -293,7 +294,7 @@ def _setting(
     )
     private = peers is not None and job.replicas > peers.tolerate
     sending = None if peers is None else _sending(job, peers, held, private, every)
-    storing = _storing(job, held, log)
+    storing = _storing(job, held, log, mode)
     beyond = [one for one in (sending, storing) if one is not None]
     refused = [storing.problem] if storing.problem else []
     if peers is not None and job.nodes < peers.group_nodes:
@@ -367,8 +368,11 @@ def copies_in_words(job: Job, recommended: Planned | None) -> str:
     return f"each step recorded with T={period}: {found}"
 
 
-def _storing(job: Job, held: Held, log: bool) -> _Beyond:
-    """Checkpoints as often as :class:`StorageConfig` lets them be written, with a log of records or without."""
+def _storing(job: Job, held: Held, log: bool, mode: RedoMode) -> _Beyond:
+    """Checkpoints as often as :class:`StorageConfig` lets them be written, with a log of records or without.
+
+    Training waits for the copy that is written, but for eager redo's: docs/storage.md, "When a checkpoint is written".
+    """
     settings = StorageConfig()
     persist = job.state_total_bytes / job.disk_bytes_per_second
     copy = held.whole_bytes / job.copy_bytes_per_second
@@ -377,7 +381,7 @@ def _storing(job: Job, held: Held, log: bool) -> _Beyond:
     read = read_seconds(job)
     if not log:
         tier = storage_tier("storage", job, interval, persist, read)
-        return _Beyond(tier, copy / interval, bases)
+        return _Beyond(tier, 0.0 if mode == "eager" else copy / interval, bases)
     record = job.parameters * (held.gradient_bytes + job.state_bytes / held.period)
     needed, available = record / job.step_seconds, job.disk_bytes_per_second
     if needed < available:  # bases have what records leave
@@ -390,7 +394,8 @@ def _storing(job: Job, held: Held, log: bool) -> _Beyond:
     restore += redo_seconds(redone, held.parameters, job.redo_parameters_per_second)
     tier = msgspec.structs.replace(storage_tier("log", job, 0.0, written, restore), every_steps=batch)
     problem = "" if needed < available else f"storage: {needed / 1e9:.3g} GB/s of {available / 1e9:.3g} GB/s"
-    return _Beyond(tier, copy / interval, record + bases, f"batches of {batch}", problem)
+    waits = 0.0 if mode == "eager" else copy / interval
+    return _Beyond(tier, waits, record + bases, f"batches of {batch}", problem)
 
 
 def _config(

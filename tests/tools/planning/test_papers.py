@@ -63,6 +63,8 @@ def test_eccheck_sends_m_states_of_each_node_and_takes_as_much_memory_as_two_cop
     row, copies = eccheck(job), gemini(job)
     sent = row.scheme.wire_bytes * row.scheme.tiers[0].every_steps * job.nodes
     assert sent == pytest.approx(2 * job.state_total_bytes)
+    to_one = copies.scheme.wire_bytes * copies.scheme.tiers[0].every_steps * job.nodes  # Gemini's summary: one other
+    assert to_one == pytest.approx(job.state_total_bytes)
     kept, copied = (one.memory.agent + one.memory.replicator for one in (row, copies))
     assert kept == copied == pytest.approx(2 * 2 * job.state_total_bytes / job.nodes)  # two generations
 

@@ -20,7 +20,7 @@ from memckpt_hydra import protection
 from memckpt_tools.plan.table import as_python, as_yaml, settings_that_differ
 from memckpt_tools.planning.job import Failures, Job
 from memckpt_tools.planning.scheme import Scheme, Tier, expect
-from memckpt_tools.planning.schemes import compressed_period, make_plan
+from memckpt_tools.planning.schemes import _setting, compressed_period, make_plan
 from tests.support.planning.tiers import daly_wall_seconds
 
 LLAMA = Job(
@@ -118,8 +118,17 @@ def test_budgets_decide() -> None:
 def test_compression_holds_what_it_leaves_out_of_gradients() -> None:
     on_cpu = row(dataclasses.replace(SMALL, replicas=8, gpus_per_node=0), "compressed")
     assert on_cpu.memory.trainer == 4 * SMALL.parameters
+    assert not on_cpu.exact, "what was left out is dropped at a resume"
     assert on_cpu.scheme.memory_bytes == on_cpu.memory.total
     assert row(dataclasses.replace(SMALL, replicas=8), "compressed").memory.trainer == 0  # on the accelerators
+
+
+def test_eager_redo_copies_what_is_stored_while_nothing_waits() -> None:
+    """docs/storage.md, "When a checkpoint is written"; lazily trainers copy it at a commit."""
+    job = dataclasses.replace(SMALL, copy_overlap=1.0, agent_redo_parameters_per_second=1e12)
+    eager, lazy = _setting(job, "memory", "", "eager", None), _setting(job, "memory", "", "lazy", None)
+    assert eager.scheme.overhead == 0
+    assert lazy.scheme.overhead == pytest.approx(12 * 1e8 / 8 / 20e9 / 60)
 
 
 def test_racks_that_hold_too_much_of_a_group() -> None:
