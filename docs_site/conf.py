@@ -19,7 +19,7 @@ from memckpt import __version__  # noqa: E402
 
 #: What the sidebar lists, in its order. A page that is missing here is a warning, which is an error.
 SECTIONS = {
-    "Begin": ["docs/quickstart", "docs/concepts", "docs/drill", "docs/comparison"],
+    "Begin": ["docs/quickstart", "docs/runs", "docs/concepts", "docs/drill", "docs/comparison"],
     "Frameworks": ["docs/integrations", "docs/lightning", "docs/accelerate"],
     "Use": [
         "docs/guarantees",
