@@ -43,7 +43,7 @@ from memckpt.session.loop import LoaderT, Loop
 from memckpt.session.mode import ModeChoice
 from memckpt.session.peers import Peers
 from memckpt.session.protection import PreemptionNotice, Protection
-from memckpt.session.rank_state import ACCEPTED, METRICS, OBJECTS, OWN, Parts, RankState
+from memckpt.session.rank_state import ACCEPTED, MADE, METRICS, OBJECTS, OWN, Parts, RankState
 from memckpt.session.ranks import (
     LocalTraining,
     Ranks,
@@ -361,7 +361,7 @@ class Session:
         report = report.because(found, *self._rank_state.reasons)
         report = self._compression.restored(report, chosen.held.rank_state)
         self._rank_state.add_to_report = report.because
-        self._rank_state.load([OBJECTS, METRICS], chosen.held.rank_state)
+        self._rank_state.load([OBJECTS, METRICS, MADE], chosen.held.rank_state)
         self._tap.reinstall()  # parameters may have been unfrozen when the dead attempt ended
         self._resumption.tell_journal(report)
         self._accept(report)

@@ -76,9 +76,13 @@ def test_each_start_says_where_it_begins_and_why(lab: Lab) -> None:
     assert said(lab) == ["memckpt: resuming from local memory at step 25"]
 
 
+@pytest.mark.parametrize("in_parts", [False, True])
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_run_that_had_ended_says_so_and_that_it_keeps_its_settings(lab: Lab, killed: bool) -> None:
-    """The first start ends with its last step, or is killed behind it: then the next one repeats that."""
+def test_a_run_that_had_ended_says_so_and_that_it_keeps_its_settings(lab: Lab, killed: bool, in_parts: bool) -> None:
+    """The first start ends with its last step, or is killed behind it: then the next one repeats that.
+
+    Frameworks restore their own state between the tensors and the generators.
+    """
 
     def train_to_the_end(lr: float, killed: bool) -> str:
         def body() -> None:
@@ -87,7 +91,9 @@ def test_a_run_that_had_ended_says_so_and_that_it_keeps_its_settings(lab: Lab, k
             optimizer = torch.optim.SGD(net.parameters(), lr)
             config = replace(CONFIG, storage=memckpt.StorageConfig())
             session = memckpt.attach(net, optimizer, run_dir=lab.run_dir, config=config)
-            report = session.restore()
+            report = session.restore_tensors() if in_parts else session.restore()
+            if in_parts:
+                session.restore_rng()
             for _ in range(0 if report is None else report.step, 3):
                 net(torch.ones(2, 3)).sum().backward()
                 optimizer.step()
