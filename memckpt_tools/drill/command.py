@@ -45,7 +45,7 @@ def drill(
         str | None,
         typer.Option(
             help="Who is killed, in turn: trainer, agent, both at once, node (all of a simulated node). Default: "
-            "trainer,agent,both; with --nodes: trainer,agent,node. With --stock, when: step, save, term (all three).",
+            "trainer,agent,both; with --nodes: trainer,agent,node. With --stock, when: step, save, file, term (all).",
             metavar="KIND,...",
             show_default=False,
         ),

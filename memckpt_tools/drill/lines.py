@@ -50,6 +50,13 @@ class Weights(Line, frozen=True, tag="weights"):
     nbytes: int
 
 
+class Files(Line, frozen=True, tag="files"):
+    """Events of files behind a step, such as ``rename saved.tmp``."""
+
+    step: int
+    events: tuple[str, ...]
+
+
 class Tensors(Line, frozen=True, tag="tensors"):
     """Names of the tensors whose digests follow, in their order."""
 
@@ -87,7 +94,7 @@ class Taken(Line, frozen=True, tag="taken"):
     check: tuple[str, str] | None  #: verdict of the resume check, and its line, where they are new
 
 
-AnyLine = Union[Begun, Loaders, Weights, Tensors, Restored, Taken]  # noqa: UP007
+AnyLine = Union[Begun, Loaders, Weights, Files, Tensors, Restored, Taken]  # noqa: UP007
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(AnyLine)
 
@@ -202,11 +209,12 @@ class Attempt:
 
 @dataclass
 class RankHistory:
-    """The attempts of one rank, in order, the datasets and workers of its DataLoaders, and bytes of its parameters."""
+    """The attempts of one rank, in order, and what else its lines tell."""
 
     attempts: list[Attempt] = field(default_factory=list)
-    loaders: tuple[str, ...] = ()
-    nbytes: int = 0
+    loaders: tuple[str, ...] = ()  #: datasets and workers of its DataLoaders
+    nbytes: int = 0  #: of its parameters
+    files: dict[int, tuple[str, ...]] = field(default_factory=dict)  #: events of files, by the step before them
     _keys: tuple[Key, ...] = ()
 
     def add(self, line: AnyLine) -> None:
@@ -217,6 +225,8 @@ class RankHistory:
             self.loaders = line.names
         elif isinstance(line, Weights):
             self.nbytes = line.nbytes
+        elif isinstance(line, Files):
+            self.files[line.step] = line.events
         elif isinstance(line, Tensors):
             self._keys = line.keys
         elif isinstance(line, Restored):

@@ -8,10 +8,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-import resource
-import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,13 +34,12 @@ from memckpt_tools.drill.comparison import (
 )
 from memckpt_tools.drill.job import Job, Start, pause
 from memckpt_tools.drill.lines import Attempt, Key, Point, RankHistory, RunHistory
-from memckpt_tools.drill.supervisor import FIRST, KILLED, SECOND, Instant, draw, end_processes
+from memckpt_tools.drill.supervisor import FIRST, KILLED, SECOND, Followed, Instant, draw, end_processes
 
-#: When a kill falls: within a step, in the middle of a large file that is written, or behind a SIGTERM.
-Kind = Literal["step", "save", "term"]
+#: When a kill falls: within a step, in the middle of a large file that is written, before a file is opened to write,
+#: moved or removed, or behind a SIGTERM.
+Kind = Literal["step", "save", "file", "term"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-#: Smaller files are taken for logs.
-_SAVE_BYTES = 32 << 10
 #: Steps before the next kill, or the end, at which a kill waits no longer for a file.
 _NEXT_STEPS = 3
 
@@ -73,7 +70,9 @@ class Blow:
 
     kind: Kind
     step: int  #: last step before it
-    file: str = ""  #: file that was being written, with its size by then; empty: none was
+    behind: int = 0  #: steps of the killed process by then, or by the order to end itself with what it does to files
+    amount: float = 0.0  #: seconds since then; where `file` is not empty the bytes of it, or the number of the event
+    file: str = ""  #: file that was being written, with its size by then, or event that was next; empty: none was
     resumed: int | None = None  #: step whose parameters the next process begins with, 0: it starts over; None: none has
     seconds: float = 0.0  #: from the kill to the first step behind it
     apart: float = 0.0  #: distance of its last parameters from the undisturbed run's, as a fraction of their norm
@@ -101,6 +100,12 @@ class Result:
     verdict: Verdict
     blows: list[Blow]
     step_seconds: float  #: median of a step
+    ranks: int = 1  #: processes that step an optimizer
+
+    @property
+    def untried(self) -> list[Kind]:
+        """Kinds of which no kill was made."""
+        return [kind for kind in KINDS if all(blow.kind != kind for blow in self.blows)]
 
     @property
     def outcome(self) -> Literal["exact", "within", "diverged", "cannot start"]:
@@ -111,11 +116,11 @@ class Result:
         return names.get(self.verdict.outcome, "diverged")
 
 
-class _Run:
+class _Run(Followed):
     """One run, in a new directory. Ends all processes that it started when :meth:`train` returns.
 
-    `on_progress` is called with the newest step, and the number of kills. `ended_by_itself`: whether the script had
-    come to its end by the last step.
+    `on_progress` is called with the newest step, and the number of kills. `files`: events of files by step, as in an
+    undisturbed run. `ended_by_itself`: whether the script had come to its end by the last step.
     """
 
     def __init__(
@@ -125,16 +130,17 @@ class _Run:
         plan: Plan,
         steps: int,
         on_progress: Callable[[int, int], None],
+        files: Mapping[int, tuple[str, ...]] | None = None,
     ) -> None:
         directory.mkdir()
-        self._directory = directory
+        self._jobs = [Job(start, 1, directory) for start in starts]
+        super().__init__(self._jobs[0], RunHistory(directory), plan.silence_seconds, on_progress)
+        self._directory, self._hold = directory, directory / witness.HOLD
         self._variables = {**witness.variables(directory / "site", directory), DISABLE: "1"}
-        self._job, self._next_job = (Job(start, 1, directory) for start in starts)
-        self._plan, self._steps, self._on_progress = plan, steps, on_progress
+        self._plan, self._steps = plan, steps
+        self._files = files or {}
         self._blows: list[Blow] = []
         self._base = 0  # step that the newest process has begun with
-        self._changed_at = 0.0
-        self.history = RunHistory(directory)
         self.ended_by_itself = False
 
     def train(
@@ -150,13 +156,15 @@ class _Run:
             for instant, kind, end in zip(instants, kinds, ends, strict=False):
                 if not self._kill(instant, kind, step_seconds, end):
                     break
+            self._hold.unlink(missing_ok=True)
             if all(blow.resumed is not None for blow in self._blows):
                 self.ended_by_itself = not self._until(lambda: self._step >= self._steps)
             if not self.history.furthest:
                 raise DrillError(
                     "expected a training whose Python processes step an optimizer of torch, found a command without a "
-                    "single step. Its Python has to be one that memckpt is installed in, without the options -I and -E"
-                    + self._job.tail()
+                    "single step. Either it goes on from checkpoints of a training that is over, which are in the "
+                    "working directory or outside of it: drill without them. Or its Python is not one that memckpt is "
+                    "installed in, or has the options -I or -E" + self._job.tail()
                 )
         finally:
             end_processes(self._job, self.history)
@@ -165,28 +173,31 @@ class _Run:
         return self._blows
 
     @property
-    def step_seconds(self) -> float:
-        """Median duration of a step, without the drill's own work; 0 if it is not known."""
-        attempts = [attempt for rank in self.history.ranks.values() for attempt in rank.attempts]
-        pairs = [pair for attempt in attempts for pair in itertools.pairwise(attempt.taken)]
-        return statistics.median([after.time - before.time - before.seconds for before, after in pairs] or [0.0])
-
-    @property
     def _step(self) -> int:
         return self._base + self.history.last_record
 
     def _kill(self, instant: Instant, kind: Kind, step_seconds: float, end: int) -> bool:
         """Kill at the instant, start the command again, and wait for a step. False if the run is over with that."""
+        order, done = self._directory / witness.ORDER, self._directory / witness.DONE
+        latest = max(instant.record, end - _NEXT_STEPS)
+        # Most is done to files where a checkpoint is saved, not where a line is logged.
+        step = max((one for one in self._files if instant.record <= one <= latest), key=self._events, default=0)
+        behind, amount, file = max(1, instant.record - self._base), 0.0, ""
+        if kind == "save":
+            order.symlink_to(str(behind))
+        elif kind == "file" and step:
+            behind, amount = max(1, step - self._base), 1 + int(instant.fraction * self._events(step))
+            order.symlink_to(f"{behind} {amount}")
+        self._hold.unlink(missing_ok=True)
         if not self._until(lambda: self._step >= instant.record):
             return False
-        limit = 0
-        if kind == "save":
-            limit = max(_SAVE_BYTES, self.history.ranks[min(self.history.ranks)].nbytes // 2)
-            latest = max(instant.record, end - _NEXT_STEPS)
-            self._limit_files(limit)
-            while self._trains() and self._step < latest:
-                pause()
-            limit = 0 if self._trains() else limit  # the trainer goes on: nothing has reached it
+        if kind in ("save", "file"):
+            self._until(lambda: not self._trains() or self._step > latest)
+            if kind == "save" and not self._trains() and self._job.poll() != 0:
+                amount = witness.limit_of(self.history.ranks[min(self.history.ranks)].nbytes)
+                file = self._cut_off(int(amount))
+            elif done.is_symlink():
+                file = str(done.readlink())
         else:
             due = time.monotonic() + instant.fraction * step_seconds
             while time.monotonic() < due and self._runs():
@@ -194,15 +205,22 @@ class _Run:
             if not self._runs() and not self._until(lambda: False):
                 return False
         killed_at = time.monotonic()
+        if not file:
+            line = self._newest.points[-1].line
+            behind, amount = self.history.last_record, max(0.0, killed_at - line.time - line.seconds)
         if kind == "term":
             self._job.terminate()
             while self._runs() and time.monotonic() < killed_at + self._plan.grace_seconds:
                 pause()
         end_processes(self._job, self.history)
+        order.unlink(missing_ok=True)
+        done.unlink(missing_ok=True)
         self.history.poll()
-        attempts, blow = self.history.attempts, Blow(kind, self._step, self._cut_off(limit))
+        attempts, blow = self.history.attempts, Blow(kind, self._step, behind, amount, file)
         self._blows.append(blow)
-        self._job = self._next_job
+        self._made += 1
+        self._hold.touch()  # until the next kill is arranged
+        self._job = self._jobs[1]
         self._job.start(self._variables)
         try:
             begun = self._until(lambda: self.history.attempts > attempts and self._newest.points != [])
@@ -216,24 +234,15 @@ class _Run:
         blow.seconds = self._newest.points[0].line.time - killed_at
         return True
 
+    def _events(self, step: int) -> int:
+        return len(self._files[step])
+
     @property
     def _newest(self) -> Attempt:
         return self.history.ranks[min(self.history.ranks)].attempts[-1]
 
-    def _limit_files(self, nbytes: int) -> None:
-        """Have the kernel end a trainer in the middle of a file that grows beyond this size.
-
-        The processes that it has started go on without the limit: workers of loaders share memory as files.
-        """
-        for rank in self.history.ranks.values():
-            begun = rank.attempts[-1].begun
-            with contextlib.suppress(ProcessLookupError):
-                resource.prlimit(begun.pid, resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
-
     def _cut_off(self, nbytes: int) -> str:
-        """The file that ends where the limit was, and its size; empty if there was no limit."""
-        if not nbytes:
-            return ""
+        """The file that ends where the limit was, and its size."""
         for path in self._directory.rglob("*"):
             with contextlib.suppress(OSError):
                 if not path.is_symlink() and path.is_file() and path.stat().st_size == nbytes:
@@ -245,34 +254,8 @@ class _Run:
         begun = [rank.attempts[-1].begun for rank in self.history.ranks.values()]
         return self._runs() and all(start_ticks(each.pid) == each.ticks for each in begun)
 
-    def _runs(self) -> bool:
-        """Whether the command goes on. Reads the lines that it has written until now."""
-        ended = self._job.poll()
-        if self.history.poll():
-            self._changed_at = time.monotonic()
-            self._on_progress(self._step, len(self._blows))
-        return ended is None
-
-    def _until(self, met: Callable[[], bool]) -> bool:
-        """Wait until the condition is met: True; False if the command ended by itself, with status 0.
-
-        Raises DrillError if it failed, or stood still.
-        """
-        self._changed_at = time.monotonic()
-        while True:
-            runs = self._runs()
-            if met():
-                return True
-            if not runs and (status := self._job.poll()):
-                raise DrillError(f"the command ended with status {status}, behind step {self._step}{self._job.tail()}")
-            if not runs:
-                return False
-            if time.monotonic() - self._changed_at > self._plan.silence_seconds:
-                raise DrillError(
-                    f"expected a step within {self._plan.silence_seconds:.0f} s (--patience), found none since step "
-                    f"{self._step}{self._job.tail()}"
-                )
-            pause()
+    def _failure(self, status: int) -> str:
+        return f"the command ended with status {status}, behind step {self._step}"
 
 
 def aligned(history: RunHistory) -> tuple[RunHistory, list[int]]:
@@ -317,8 +300,8 @@ def drill(
     the training is too short for the kills.
     """
 
-    def run(name: str, steps: int) -> _Run:
-        return _Run(directory / name, starts, plan, steps, partial(on_progress, name))
+    def run(name: str, steps: int, files: Mapping[int, tuple[str, ...]] | None = None) -> _Run:
+        return _Run(directory / name, starts, plan, steps, partial(on_progress, name), files)
 
     first = run(FIRST, plan.steps)
     first.train()
@@ -327,7 +310,8 @@ def drill(
     order = random.Random(plan.seed).sample(list(plan.kinds), len(plan.kinds))
     second = run(SECOND, steps)
     second.train()
-    killed = run(KILLED, steps)
+    check_begin(first.history, second.history)
+    killed = run(KILLED, steps, first.history.ranks[min(first.history.ranks)].files)
     blows = killed.train(instants, list(itertools.islice(itertools.cycle(order), plan.kills)), first.step_seconds)
     if not blows:
         raise DrillError(
@@ -339,7 +323,19 @@ def drill(
     ignored = {each.key for each in verdict.unrepeatable}
     for index, blow in enumerate(blows, start=1):
         _judge_blow(blow, whole, index, first.history, ignored, steps)
-    return Result(verdict, blows, first.step_seconds)
+    return Result(verdict, blows, first.step_seconds, len(first.history.ranks))
+
+
+def check_begin(first: RunHistory, second: RunHistory) -> None:
+    """Raises DrillError if the second run goes on from the first one's checkpoints."""
+    begin, *points = first.ranks[min(first.ranks)].points()
+    begins = next(second.ranks[min(second.ranks)].points())
+    steps = {parameters_of(point)[0]: point.record for point in points} | {parameters_of(begin)[0]: 0}
+    if step := steps.get(parameters_of(begins)[0]):
+        raise DrillError(
+            f"expected runs that begin alike, found a second one that begins behind step {step} of the first: the "
+            "script saves outside of its working directory, of which each run has a copy; have it save in there"
+        )
 
 
 def _judge_blow(

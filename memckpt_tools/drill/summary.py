@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import re
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from xml.etree import ElementTree
 
-from rich import box
-from rich.table import Table
-
 from memckpt.cli.common import out, seconds_text
 from memckpt_tools.drill import stock, supervisor
-from memckpt_tools.drill.text import as_json, divergence, stock_json, stock_verdict_text, verdict_text
-
-#: Characters that XML 1.0 forbids, as in the colours of a log.
-_FORBIDDEN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+from memckpt_tools.drill.text import (
+    as_json,
+    divergence,
+    printable,
+    stock_json,
+    stock_verdict_text,
+    table_of,
+    verdict_text,
+)
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Summary:
     seconds: list[float]  #: from its signal to the first new step, where there was one
     step_seconds: float  #: median of a step
     findings: dict[str, Any]  #: of plain types
+    repros: Mapping[str, str] = field(default_factory=dict)  #: scripts that show its failures again, by name
 
     @property
     def passed(self) -> bool:
@@ -97,11 +99,8 @@ def summary_of_protected(result: supervisor.Result, command: Sequence[str], seed
 
 def print_beside(summaries: Sequence[Summary]) -> None:
     """Print a row for each way of resuming the same script."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("checkpoints", "training\ngoes on"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("kills", "steps lost\na kill", "at\nmost", "until\nnew step", "a step\ntakes"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    numbers = ("kills>", "steps lost\na kill>", "at\nmost>", "until\nnew step>", "a step\ntakes>")
+    table = table_of("checkpoints", "training\ngoes on", *numbers)
     for each in summaries:
         seconds = seconds_text(statistics.mean(each.seconds)) if each.seconds else "-"
         lost = (f"{statistics.mean(each.lost):.1f}", str(max(each.lost))) if each.lost else ("-", "-")
@@ -122,7 +121,7 @@ def junit_xml(summaries: Sequence[Summary]) -> bytes:
                 suite, "testcase", classname=f"drill.{each.way}", name=case.name, time=f"{case.seconds:.3f}"
             )
             if case.problem:
-                problem = _FORBIDDEN.sub("", case.problem)
+                problem = printable(case.problem)
                 ElementTree.SubElement(test, "failure", message=problem.partition("\n")[0]).text = problem
     ElementTree.indent(suites)
     content: bytes = ElementTree.tostring(suites, encoding="utf-8", xml_declaration=True)

@@ -7,6 +7,7 @@ import itertools
 import random
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -109,7 +110,70 @@ class Plan:
     overhead: bool = False  #: whether a run without protection is compared, too
 
 
-class Run:
+class Followed(ABC):
+    """A run whose lines are read as they come: of a job, with its history."""
+
+    def __init__(
+        self, job: Job, history: RunHistory, silence_seconds: float, on_progress: Callable[[int, int], None]
+    ) -> None:
+        self._job, self.history = job, history
+        self._silence_seconds, self._on_progress = silence_seconds, on_progress
+        self._changed_at = 0.0
+        self._made = 0  # kills
+
+    @property
+    @abstractmethod
+    def _step(self) -> int:
+        """Its newest step."""
+
+    @abstractmethod
+    def _failure(self, status: int) -> str:
+        """What a command that fails by itself means, for a message."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Median duration of a step, without the drill's own work; 0 if it is not known."""
+        return self._median(lambda before, after: after.time - before.time - before.seconds)
+
+    def _median(self, seconds: Callable[[Taken, Taken], float]) -> float:
+        attempts = [attempt for history in self.history.ranks.values() for attempt in history.attempts]
+        found = [seconds(*pair) for attempt in attempts for pair in itertools.pairwise(attempt.taken)]
+        return max(0.0, statistics.median(found)) if found else 0.0
+
+    def _runs(self) -> bool:
+        """Whether the command goes on. Reads the lines that it has written until now."""
+        ended = self._job.poll()  # first: what it wrote before its end is read below
+        if self.history.poll():
+            self._changed_at = time.monotonic()
+            self._on_progress(self._step, self._made)
+        return ended is None
+
+    def _until(self, met: Callable[[], bool], silent: bool = False) -> bool:
+        """Wait until the condition is met: True; False if the command ended by itself, with status 0.
+
+        `silent`: no more steps are expected; then False, too, if none come for long. Raises DrillError if the command
+        failed, or stood still.
+        """
+        self._changed_at = time.monotonic()
+        while True:
+            runs = self._runs()
+            if met():
+                return True
+            if not runs:
+                if status := self._job.poll():
+                    raise DrillError(self._failure(status) + self._job.tail())
+                return False
+            if time.monotonic() - self._changed_at > self._silence_seconds:
+                if silent:
+                    return False
+                raise DrillError(
+                    f"expected a step within {self._silence_seconds:.0f} s (--patience), found none since step "
+                    f"{self._step}{self._job.tail()}"
+                )
+            pause()
+
+
+class Run(Followed):
     """One run, in a new directory. Ends all processes that it started when :meth:`train` returns.
 
     It is ended after a number of `records`; `protected`: whether memckpt is on. `on_progress` is called with the newest
@@ -126,12 +190,10 @@ class Run:
         on_progress: Callable[[int, int], None] = lambda record, kills: None,
     ) -> None:
         directory.mkdir(parents=True)
+        super().__init__(Job(start, plan.nodes, directory), RunHistory(directory), plan.silence_seconds, on_progress)
         self._orders = DrillOrders(directory, plan.nodes)
-        self._job = Job(start, plan.nodes, directory)
         self._plan, self._records, self._protected = plan, records, protected
-        self._on_progress = on_progress
         self._blows: list[Blow] = []
-        self.history = RunHistory(directory)
         self.ended_by_itself = False
         self._asked_at = 0.0
 
@@ -171,19 +233,9 @@ class Run:
         return self._blows
 
     @property
-    def step_seconds(self) -> float:
-        """Median duration of a step, without the drill's own work; 0 if it is not known."""
-        return self._median(lambda before, after: after.time - before.time - before.seconds)
-
-    @property
     def stall_seconds(self) -> float:
         """Median time of a step in which protection kept the process from training; 0 if it is not known."""
         return self._median(lambda before, after: after.stalled - before.stalled)
-
-    def _median(self, seconds: Callable[[Taken, Taken], float]) -> float:
-        attempts = [attempt for history in self.history.ranks.values() for attempt in history.attempts]
-        found = [seconds(*pair) for attempt in attempts for pair in itertools.pairwise(attempt.taken)]
-        return max(0.0, statistics.median(found)) if found else 0.0
 
     # Kills
 
@@ -224,6 +276,7 @@ class Run:
         last = max(self.history.ranks[victim].attempts[-1].points, key=lambda point: point.record)
         blow = Blow(instant.kind, victim, last.step, self.history.furthest)
         self._blows.append(blow)
+        self._made += 1
         if instant.kind == "agent":
             return self._wait_for_agent(blow, agent, killed_at)
         self._begin_again(attempts)
@@ -335,37 +388,16 @@ class Run:
         variables = {**self._orders.variables(), RUN_DIR: str(self._orders.run_dir), RESUME: None}
         self._job.start({**variables, DISABLE: None if self._protected else "1"})
 
-    def _until(self, met: Callable[[], bool], silent: bool = False) -> bool:
-        """Wait until the condition is met: True; False if the command ended by itself, with status 0.
+    @property
+    def _step(self) -> int:
+        return self.history.furthest
 
-        `silent`: no more steps are expected; then False, too, if none come for long. Raises DrillError if the command
-        failed, or stood still.
-        """
-        changed_at = time.monotonic()
-        while True:
-            ended = self._job.poll()  # first: what it wrote before its end is read below
-            if self.history.poll():
-                changed_at = time.monotonic()
-                self._on_progress(self.history.furthest, len(self._blows))
-            if met():
-                return True
-            if ended is not None:
-                if ended == 0:
-                    return False
-                raise DrillError(
-                    f"expected a training of {self._records} steps, found one that ended with status {ended} "
-                    f"after step {self.history.furthest}; mend the script, or drill fewer steps"
-                    + (f". {_ONE_JOB}" if self._plan.nodes > 1 and not self.history.furthest else "")
-                    + self._job.tail()
-                )
-            if time.monotonic() - changed_at > self._plan.silence_seconds:
-                if silent:
-                    return False
-                raise DrillError(
-                    f"expected a step within {self._plan.silence_seconds:.0f} s (--patience), found none since step "
-                    f"{self.history.furthest}{self._job.tail()}"
-                )
-            pause()
+    def _failure(self, status: int) -> str:
+        return (
+            f"expected a training of {self._records} steps, found one that ended with status {status} after step "
+            f"{self._step}; mend the script, or drill fewer steps"
+            + (f". {_ONE_JOB}" if self._plan.nodes > 1 and not self._step else "")
+        )
 
     def _end(self) -> None:
         try:

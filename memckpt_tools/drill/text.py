@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -17,10 +18,32 @@ from memckpt_tools.drill.comparison import BAND_FACTOR, PLAIN, RESULTS, STEPS, B
 from memckpt_tools.drill.lines import OF_OPTIMIZER
 from memckpt_tools.drill.supervisor import FIRST, SECOND, Blow, Kind, Result
 
+#: Characters that XML 1.0 forbids, as in the colours of a log.
+_FORBIDDEN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 #: Differences that are named, at most.
 _NAMED = 6
 _PLURALS = {"loss": "losses", "frozen": "frozen tensors", "hyperparameters": "sets of hyperparameters"}
+#: What a kill befalls by its kind, and what is said if it has not come.
+_OF_FILES = {
+    "save": ("while it wrote", "until then no file grew beyond half the size of the parameters, and 32 KiB"),
+    "file": ("before", "no file was opened to write, moved or removed by Python in the steps before the next kill"),
+}
+#: Headings of what a kill has cost.
+_WHERE = ("behind\nstep>", "resumed\nbehind>", "steps\nlost>")
 _COUNTED = ("loss", "parameter", "buffer", "frozen", "state")
+
+
+def printable(text: str) -> str:
+    """The same without colours and characters that XML has not."""
+    return _FORBIDDEN.sub("", text)
+
+
+def table_of(*headings: str) -> Table:
+    """An empty table; columns whose heading ends with ``>`` are flush right."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in headings:
+        table.add_column(heading.rstrip(">"), justify="right" if heading.endswith(">") else "left", no_wrap=True)
+    return table
 
 
 def print_result(result: Result) -> None:
@@ -69,12 +92,21 @@ def storage_line(blows: Sequence[Blow]) -> Text | None:
     )
 
 
-def untried_text(untried: Sequence[Kind]) -> Text:
-    """The losses that the drill says nothing about, and the options that try them."""
-    lost = {"trainer": "a trainer", "agent": "an agent", "both": "agent and trainer at once", "node": "a whole node"}
+def untried_text(untried: Sequence[Kind | stock.Kind]) -> Text:
+    """The kills that the drill says nothing about, and the options that try them."""
+    what = {
+        "trainer": "the loss of a trainer",
+        "agent": "the loss of an agent",
+        "both": "the loss of agent and trainer at once",
+        "node": "the loss of a whole node",
+        "step": "SIGKILL within a step",
+        "save": "SIGKILL within a file",
+        "file": "SIGKILL between files",
+        "term": "SIGTERM",
+    }
     options = f"--kinds {','.join(untried)}{' --nodes 2' if 'node' in untried else ''}"
-    what = ", ".join(lost[kind] for kind in untried)
-    return Text.assemble(("Not tried: ", "bold yellow"), f"the loss of {what}; {options} tries it")
+    named = ", ".join(what[kind] for kind in untried)
+    return Text.assemble(("Not tried: ", "bold yellow"), f"{named}; {options} tries it")
 
 
 def print_undisturbed(verdict: Verdict) -> None:
@@ -182,29 +214,40 @@ def holes_text(verdict: Verdict) -> Text:
 
 def as_json(result: Result, command: Sequence[str], seed: int) -> dict[str, Any]:
     """Findings of a drill, of plain types; numbers that are not finite become null."""
+    return {
+        **_common_json(result, command, seed),
+        "lent_peers": None if result.lent_peers is None else asdict(result.lent_peers),
+        "outcome": result.verdict.outcome,
+        "kills": [asdict(blow) for blow in result.blows],
+        "seconds_lost": sum(blow.seconds for blow in result.blows if blow.kind != "agent"),
+        "stall_seconds": result.stall_seconds,
+        "overhead": None if result.overhead is None else _overhead_json(result.overhead),
+        "not_restored": [asdict(each) for each in result.verdict.holes],
+        "loaders": list(result.verdict.loaders),
+        "band": None if result.verdict.band is None else asdict(result.verdict.band),
+    }
+
+
+def stock_json(result: stock.Result, command: Sequence[str], seed: int) -> dict[str, Any]:
+    """Findings of a drill of a script's own checkpoints, of plain types."""
+    kills = [{**asdict(blow), "lost": blow.lost, "outcome": blow.outcome} for blow in result.blows]
+    return {**_common_json(result, command, seed), "outcome": result.outcome, "kills": kills}
+
+
+def _common_json(result: Result | stock.Result, command: Sequence[str], seed: int) -> dict[str, Any]:
     verdict = result.verdict
-    found = {
+    return {
         "command": list(command),
         "seed": seed,
-        "lent_peers": None if result.lent_peers is None else asdict(result.lent_peers),
-        "outcome": verdict.outcome,
         "repeats_itself": verdict.repeats,
         "steps": verdict.last_step,
         "compared": verdict.compared,
-        "kills": [asdict(blow) for blow in result.blows],
         "not_tried": result.untried,
         "steps_lost": sum(blow.lost for blow in result.blows),
-        "seconds_lost": sum(blow.seconds for blow in result.blows if blow.kind != "agent"),
         "step_seconds": result.step_seconds,
-        "stall_seconds": result.stall_seconds,
-        "overhead": None if result.overhead is None else _overhead_json(result.overhead),
         "differences": [asdict(each) for each in verdict.differences],
-        "not_restored": [asdict(each) for each in verdict.holes],
         "unrepeatable": [asdict(each) for each in verdict.unrepeatable],
-        "loaders": list(verdict.loaders),
-        "band": None if verdict.band is None else asdict(verdict.band),
     }
-    return found
 
 
 def _overhead_json(overhead: Overhead) -> dict[str, Any]:
@@ -245,12 +288,7 @@ def left_out_lines(verdict: Verdict) -> list[str]:
 
 def blow_table(blows: Sequence[Blow]) -> Table:
     """Each kill, and the resume behind it."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("#", justify="right")
-    table.add_column("killed", no_wrap=True)
-    for heading in ("behind\nstep", "resumed\nbehind", "steps\nlost", "the\nrepeat", "until new\nstep"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("from", no_wrap=True)
+    table = table_of("#>", "killed", *_WHERE, "the\nrepeat>", "until new\nstep>", "from")
     ranks = any(blow.rank for blow in blows)
     for number, blow in enumerate(blows, start=1):
         where = f"{blow.step}, rank {blow.rank}" if ranks else str(blow.step)
@@ -293,13 +331,7 @@ def verdict_text(result: Result) -> Text:
 def print_stock(result: stock.Result) -> None:
     """Print what a drill of a script's own checkpoints has found, the verdict last."""
     print_undisturbed(result.verdict)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("#", justify="right")
-    table.add_column("killed", no_wrap=True)
-    for heading in ("behind\nstep", "resumed\nbehind", "steps\nlost", "until new\nstep"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("training goes on", no_wrap=True)
-    table.add_column("parameters\napart by", justify="right", no_wrap=True)
+    table = table_of("#>", "killed", *_WHERE, "until new\nstep>", "training goes on", "parameters\napart by>")
     for number, blow in enumerate(result.blows, start=1):
         cells = ("-", "-", "-", blow.outcome, "-")
         if blow.resumed is not None:
@@ -308,14 +340,15 @@ def print_stock(result: stock.Result) -> None:
         table.add_row(str(number), blow.kind, str(blow.step), *cells)
     out.print(table)
     for number, blow in enumerate(result.blows, start=1):
-        if blow.kind == "save":
-            none = "until then no file of half the parameters' size was written"
-            said = f"while it wrote {blow.file}" if blow.file else none
-            out.print(Text(f"Kill {number}: {said}."), soft_wrap=True)
+        if blow.kind in _OF_FILES:
+            done, none = _OF_FILES[blow.kind]
+            out.print(Text(f"Kill {number}: {f'{done} {blow.file}' if blow.file else none}."), soft_wrap=True)
         if blow.difference is not None and not blow.inherited:
             out.print(Text(f"Kill {number}: {divergence(blow.difference)}"), soft_wrap=True)
         if blow.why_none:
             out.print(Text(f"Kill {number}: {blow.why_none}"), soft_wrap=True)
+    if result.untried:
+        out.print(untried_text(result.untried), soft_wrap=True)
     out.print(stock_verdict_text(result), soft_wrap=True)
 
 
@@ -353,25 +386,6 @@ def stock_verdict_text(result: stock.Result) -> Text:
     if not parts and result.verdict.band is not None:
         parts = [f"further from the undisturbed runs than they are from each other: {_band(result.verdict.band)}"]
     return Text.assemble(("Diverged: ", "bold red"), "; ".join(parts) + f". {lost} trained again.".capitalize())
-
-
-def stock_json(result: stock.Result, command: Sequence[str], seed: int) -> dict[str, Any]:
-    """Findings of a drill of a script's own checkpoints, of plain types."""
-    verdict = result.verdict
-    kills = [{**asdict(blow), "lost": blow.lost, "outcome": blow.outcome} for blow in result.blows]
-    return {
-        "command": list(command),
-        "seed": seed,
-        "outcome": result.outcome,
-        "repeats_itself": verdict.repeats,
-        "steps": verdict.last_step,
-        "compared": verdict.compared,
-        "kills": kills,
-        "steps_lost": sum(blow.lost for blow in result.blows),
-        "step_seconds": result.step_seconds,
-        "differences": [asdict(each) for each in verdict.differences],
-        "unrepeatable": [asdict(each) for each in verdict.unrepeatable],
-    }
 
 
 def _band(band: Band) -> str:

@@ -6,9 +6,11 @@ tensor and no generator. Steps and records are counted from 1 in each process.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import os
+import resource
 import signal
 import sys
 import time
@@ -22,6 +24,17 @@ if TYPE_CHECKING:
     import torch
     from torch.optim import Optimizer
 
+#: Links in the directory of the lines. The order leads to the steps behind which the process ends itself: in the middle
+#: of a file, or before so many events of files, a second number. What it would have done then is the other one.
+ORDER, DONE = "order", "done"
+#: While this is there a process waits behind its first step: the drill finds out which step that is.
+HOLD = "hold"
+_HOLD_SECONDS = 60.0
+#: Events of files beside those of opening one to write.
+_OF_TWO = frozenset({"os.link", "os.rename", "os.symlink"})
+_EVENTS = frozenset({"os.mkdir", "os.remove", "os.rmdir", "os.truncate"}) | _OF_TWO
+#: Smaller files are taken for logs.
+_SAVE_BYTES = 32 << 10
 #: Directory of the lines.
 WITNESS = "DRILL_WITNESS_OF_MEMCKPT"  # memckpt warns of variables that begin with its name, and are no settings
 _OPTIMIZERS = "torch.optim.optimizer"
@@ -50,12 +63,15 @@ def variables(directory: Path, lines: Path) -> dict[str, str]:
     return {"PYTHONPATH": path, WITNESS: str(lines)}
 
 
-def wait_for_optimizers() -> None:
-    """Begin to watch once this process has imported torch's optimizers.
+def limit_of(nbytes: int) -> int:
+    """At how many bytes a file is cut off; `nbytes`: of all parameters of the process."""
+    return max(_SAVE_BYTES, nbytes // 2)
 
-    A file that becomes larger than a limit ends the process: Python asks for an error in its place.
-    """
+
+def wait_for_optimizers() -> None:
+    """Begin to watch once this process has imported torch's optimizers."""
     if WITNESS in os.environ:
+        # A file that becomes larger than a limit ends the process. Python asks for an error in its place.
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         sys.meta_path.insert(0, _Finder())
 
@@ -84,18 +100,35 @@ class _Witness:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._begun = False
+        self._begun = self._limits = False
         self._steps = 0
+        self._below = os.path.join(os.getcwd(), "")
+        self._events: list[str] = []  # of files, since the last step
+        self._deadly = 0  # number of the event before which this process ends; 0: none
 
     def watch(self, optimizers: ModuleType) -> None:
         from memckpt_tools.drill.losses import LossTap
 
+        sys.addaudithook(self._see)
         self._losses = LossTap()
         optimizers.register_optimizer_step_pre_hook(self._before)
         optimizers.register_optimizer_step_post_hook(self._behind)
 
+    def _see(self, event: str, args: tuple[Any, ...]) -> None:
+        """Note an event of a file below the working directory, or end this process before it."""
+        if event in _EVENTS or (event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)):
+            found = args[: 2 if event in _OF_TWO else 1]
+            paths = [os.path.abspath(os.fsdecode(one)) for one in found if isinstance(one, (str, bytes))]
+            if any(one.startswith(self._below) and "__pycache__" not in one for one in paths):
+                names = " to ".join(map(os.path.basename, paths))
+                self._events.append(f"{event.removeprefix('os.')} {names}")
+                if len(self._events) == self._deadly:
+                    with contextlib.suppress(FileExistsError):  # another rank was first
+                        os.symlink(self._events[-1], self._directory / DONE)
+                    os.kill(os.getpid(), signal.SIGKILL)
+
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._begun:
+        if not self._begun and not makes_state(optimizer, kwargs):
             self._begun = True
             self._begin(optimizer)
 
@@ -117,15 +150,22 @@ class _Witness:
         self._writer = Writer(self._directory / f"rank-{rank}.jsonl")
         pid = os.getpid()
         self._writer.write(Begun(pid, start_ticks(pid), rank, world_size, time.monotonic(), None, ""))
-        nbytes = sum(each.nbytes for each in tensors.values() if isinstance(each, Parameter))
-        self._writer.write(Weights(nbytes))
+        self._nbytes = sum(each.nbytes for each in tensors.values() if isinstance(each, Parameter))
+        self._writer.write(Weights(self._nbytes))
         digests, sketches = self._fingerprint()
         self._writer.write(Restored(0, 0, "", 0.0, None, digests, sketches))
 
     def _behind(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        from memckpt_tools.drill.lines import TEXT, Taken
+        from memckpt_tools.drill.job import pause
+        from memckpt_tools.drill.lines import TEXT, Files, Taken
 
+        if not self._begun:
+            return
         now = time.monotonic()
+        self._limit_files(False)  # a line is no save
+        events, self._events = tuple(self._events), []
+        if events:
+            self._writer.write(Files(self._steps, events))
         self._steps += 1
         losses = self._losses.take_losses()
         digests, sketches = self._fingerprint()
@@ -140,11 +180,32 @@ class _Witness:
         self._writer.write(
             Taken(self._steps, self._steps, now, seconds, losses, digests, sketches, values, 0.0, False, None, None)
         )
+        while self._steps == 1 and (self._directory / HOLD).exists() and time.monotonic() < now + _HOLD_SECONDS:
+            pause()
+        with contextlib.suppress(FileNotFoundError):
+            due, _, event = os.readlink(self._directory / ORDER).partition(" ")
+            self._limit_files(self._steps >= int(due) and not event)
+            self._deadly = int(event or 0) if self._steps >= int(due) else 0
+
+    def _limit_files(self, limits: bool) -> None:
+        """Have the kernel end this process in the middle of a file that becomes large, or not.
+
+        Processes that it has started before go on without: workers of loaders share memory as files.
+        """
+        if limits != self._limits:
+            self._limits = limits
+            _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit_of(self._nbytes) if limits else most, most))
 
     def _fingerprint(self) -> tuple[bytes, bytes]:
         keys, digests, sketches = self._fingerprints.fingerprint_state()
         self._writer.name_tensors(keys)
         return digests, sketches
+
+
+def makes_state(optimizer: Optimizer, kwargs: dict[str, Any]) -> bool:
+    """Whether this is no step of training: so torch's ``get_state_dict`` makes the state that is loaded."""
+    return kwargs == {"closure": None} and not any(group.get("lr", 1) for group in optimizer.param_groups)
 
 
 def _place() -> tuple[int, int]:

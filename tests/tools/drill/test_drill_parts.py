@@ -355,4 +355,5 @@ def test_losses_that_were_not_tried_are_said_with_the_options_that_try_them() ->
     result = Result(None, [], both, {}, {}, None, None)  # type: ignore[arg-type]
     assert result.untried == ["node"]
     assert untried_text(result.untried).plain == "Not tried: the loss of a whole node; --kinds node --nodes 2 tries it"
-    assert "an agent, agent and trainer at once; --kinds agent,both tries it" in untried_text(["agent", "both"]).plain
+    text = untried_text(["agent", "both"]).plain
+    assert "the loss of an agent, the loss of agent and trainer at once; --kinds agent,both tries it" in text

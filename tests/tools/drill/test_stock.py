@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,12 +13,14 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from memckpt.errors import ConfigurationError
-from memckpt_tools.drill import command
+from memckpt.errors import ConfigurationError, DrillError
+from memckpt_tools.drill import command, witness
 from memckpt_tools.drill.comparison import Verdict
 from memckpt_tools.drill.lines import Attempt, Begun, Point, RankHistory, Restored, RunHistory, Taken
-from memckpt_tools.drill.stock import Blow, Result, aligned, parse_kinds
+from memckpt_tools.drill.stock import Blow, Result, aligned, check_begin, parse_kinds
 from memckpt_tools.drill.summary import junit_xml, print_beside, summary_of_own
 
 SCRIPTS = Path(__file__).parent / "stock_scripts.py"
@@ -45,12 +49,13 @@ def test_a_file_that_is_written_over_is_torn_by_a_kill_and_nothing_starts_again(
 
 @pytest.mark.slow
 def test_a_whole_checkpoint_under_another_name_first_is_exact_and_loses_steps(tmp_path: Path) -> None:
-    printed, found = drill(tmp_path, ["plain", "--atomic"], "--kills", "3", status=0)
+    printed, found = drill(tmp_path, ["plain", "--atomic"], "--kills", "4", status=0)
     kills = found["kills"]
     assert found["outcome"] == "exact"
-    assert {kill["kind"] for kill in kills} == {"step", "save", "term"}
+    assert {kill["kind"] for kill in kills} == {"step", "save", "file", "term"}
+    assert [kill["file"] for kill in kills if kill["kind"] == "file"] == ["rename saved.tmp to saved.pt"]
     assert all(kill["step"] - kill["resumed"] == kill["lost"] <= 5 and kill["resumed"] % 5 == 0 for kill in kills)
-    assert "Exact: 3 kills left no trace" in printed
+    assert "Exact: 4 kills left no trace" in printed
 
 
 @pytest.mark.slow
@@ -130,6 +135,68 @@ def test_a_process_begins_with_the_last_step_that_had_its_parameters(tmp_path: P
     assert [[point.step for point in each.points] for each in found.ranks[0].attempts] == [[1, 2, 3, 4], [4, 5], [1]]
 
 
+def test_a_second_run_that_goes_on_from_the_first_ones_files_is_refused(tmp_path: Path) -> None:
+    """It saves where no copy keeps runs apart. A first step that changes nothing is no such case."""
+
+    def run(attempt: Attempt) -> RunHistory:
+        history = RunHistory(tmp_path)
+        history.ranks[0] = RankHistory([attempt])
+        return history
+
+    first = run(_attempt(b"0", b"0", b"1", b"2"))
+    check_begin(first, run(_attempt(b"0", b"0", b"1")))
+    check_begin(first, run(_attempt(b"7", b"8")))
+    with pytest.raises(DrillError, match="begins behind step 2 of the first: the script saves outside"):
+        check_begin(first, run(_attempt(b"1", b"2")))
+
+
+def test_a_step_that_only_makes_a_state_is_none_of_training() -> None:
+    """torch's get_state_dict makes it before it loads; a first step of a warmup is one of training."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([weight], 0.1)
+    seen = []
+    optimizer.register_step_pre_hook(lambda one, args, kwargs: seen.append(witness.makes_state(one, kwargs)))
+    get_state_dict(torch.nn.ParameterList([weight]), optimizer)
+    weight.sum().backward()
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    assert seen == [True, False, False]
+
+
+SAVES = """
+import sys, torch
+models = [torch.nn.Linear(4, 4) for _ in range(50)]
+optimizer = torch.optim.SGD([each for model in models for each in model.parameters()], 0.1)
+for _ in range(20):
+    sum(model(torch.ones(4)).sum() for model in models).backward()
+    optimizer.step()
+    with open("saved", "wb") as file:
+        file.write(bytes(int(sys.argv[1])))
+"""
+
+
+@pytest.mark.parametrize(("nbytes", "status"), [(30_000, 0), (40_000, -signal.SIGXFSZ)])
+def test_a_limit_cuts_off_what_is_saved_and_no_lines(nbytes: int, status: int, tmp_path: Path) -> None:
+    (tmp_path / witness.ORDER).symlink_to("3")
+    variables = witness.variables(tmp_path / "site", tmp_path)
+    ended = subprocess.run(
+        [sys.executable, "-c", SAVES, str(nbytes)],
+        cwd=tmp_path, env={**os.environ, **variables}, timeout=LIMIT_SECONDS, check=False,
+    )  # fmt: skip
+    assert ended.returncode == status
+    run = RunHistory(tmp_path)
+    run.poll()
+    run.close()
+    limit = witness.limit_of(run.ranks[0].nbytes)
+    if status:
+        assert run.furthest == 3, "it goes on until then"
+        assert (tmp_path / "saved").stat().st_size == limit
+    else:
+        assert run.furthest == 20
+        assert (tmp_path / "rank-0.jsonl").stat().st_size > limit
+
+
 def test_each_kill_is_a_test_case_with_what_has_failed(capsys: pytest.CaptureFixture[str]) -> None:
     """The whole training is the last one."""
     kills = [Blow("step", 12, resumed=10, seconds=3.0), Blow("term", 20, why_none="it \x1b[31mended\x00\nTraceback")]
@@ -163,5 +230,5 @@ def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], sa
 
 
 def test_kinds_that_are_none_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="step, save, term"):
+    with pytest.raises(ConfigurationError, match="step, save, file, term"):
         parse_kinds("agent")
