@@ -11,7 +11,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -104,6 +104,16 @@ def drill(
     html: Annotated[
         Path | None, typer.Option("--html", help="Write what is printed to a page, too.", metavar="FILE")
     ] = None,
+    repro: Annotated[
+        Path | None,
+        typer.Option(
+            "--repro",
+            help="Directory for a script for each failure, which shows it again; with --stock without memckpt. "
+            "Default: with what else is kept of a drill that has failed.",
+            metavar="DIR",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Train twice undisturbed, then with kills, and say whether these have left a trace.
 
@@ -124,6 +134,8 @@ def drill(
     ways = [_own, _protected] if both else [_own if stock else _protected]
     if resume_command is not None and _own not in ways:
         raise ConfigurationError("--resume-command: expected --stock beside it; with memckpt the same command resumes")
+    if in_place and _own in ways:
+        raise ConfigurationError("--in-place: expected neither --stock nor --both: each run would resume the last one")
     if both and (kinds is not None or nodes > 1):
         raise ConfigurationError("--both: expected neither --kinds nor --nodes, which mean other things for the two")
     asked = _Asked(command, resume_command, kills, steps, seed, kinds, nodes, overhead, patience, grace)
@@ -136,7 +148,7 @@ def drill(
     out.print(
         f"{shlex.join(command)}: {steps} steps, {kills} kills, seed {seed}{on_nodes}", markup=False, soft_wrap=True
     )
-    keeps, passed = True, False
+    keeps, passed = True, False  # where the drill cannot be carried out
     summaries: list[Summary] = []
     try:
         with _ending_by_signal():
@@ -147,11 +159,13 @@ def drill(
         if both:
             print_beside(summaries)
         passed = summaries[-1].passed
+        keeps = directory is not None or not passed
+        if repro is not None or keeps:
+            _write_repros(repro or place, {name: text for each in summaries for name, text in each.repros.items()})
         findings: Any = {each.way: each.findings for each in summaries} if both else summaries[0].findings
         _write("--json", json, lambda: msgspec.json.format(msgspec.json.encode(findings), indent=2) + b"\n")
         _write("--junit", junit, lambda: junit_xml(summaries))
         _write("--html", html, lambda: out.export_html(clear=False).encode())
-        keeps = directory is not None or not passed
     finally:
         for path in workplace.changed(files) if workplace is not None else ():
             err.print(f"{path} has changed meanwhile: the script may have written to it", style="red", markup=False)
@@ -205,10 +219,10 @@ class _Asked:
 
 def _protected(asked: _Asked, place: Path, workplace: Workplace | None) -> Summary:
     """Drill a training that memckpt protects."""
-    from memckpt_tools.drill import supervisor
+    from memckpt_tools.drill import repro, supervisor
     from memckpt_tools.drill.summary import summary_of_protected
     from memckpt_tools.drill.supervisor import FIRST, KILLED, SECOND, WITHOUT
-    from memckpt_tools.drill.text import print_result, print_undisturbed
+    from memckpt_tools.drill.text import print_result, print_undisturbed, verdict_text
 
     names = {FIRST: "undisturbed", WITHOUT: "without memckpt", SECOND: "undisturbed again", KILLED: "killed"}
     undisturbed: list[Verdict] = []
@@ -221,12 +235,18 @@ def _protected(asked: _Asked, place: Path, workplace: Workplace | None) -> Summa
         for verdict in undisturbed:  # the killed run failed: these two may say why
             print_undisturbed(verdict)
     print_result(result)
-    return summary_of_protected(result, asked.command, asked.seed)
+    summary = summary_of_protected(result, asked.command, asked.seed)
+    if summary.passed:
+        return summary
+    options = ["--seed", asked.seed, "--kills", asked.kills, "--steps", asked.steps, "--nodes", asked.nodes]
+    options += ["--no-overhead", "--patience", asked.patience, *(["--kinds", asked.kinds] if asked.kinds else [])]
+    script = repro.same_drill(list(map(str, options)), asked.command, verdict_text(result).plain)
+    return replace(summary, repros={"repro.py": script})
 
 
 def _own(asked: _Asked, place: Path, workplace: Workplace | None) -> Summary:
     """Drill a script's own checkpoints."""
-    from memckpt_tools.drill import stock
+    from memckpt_tools.drill import repro, stock
     from memckpt_tools.drill.summary import summary_of_own
     from memckpt_tools.drill.supervisor import FIRST, KILLED, SECOND
     from memckpt_tools.drill.text import print_stock
@@ -237,7 +257,8 @@ def _own(asked: _Asked, place: Path, workplace: Workplace | None) -> Summary:
     with _showing({FIRST: "undisturbed", SECOND: "undisturbed again", KILLED: "killed"}, asked.steps) as show:
         result = stock.drill(place, starts, asked.stock_plan(), show)
     print_stock(result)
-    return summary_of_own(result, asked.command, asked.seed)
+    scripts = repro.scripts(result, (asked.command, again), asked.stock_plan())
+    return replace(summary_of_own(result, asked.command, asked.seed), repros=scripts)
 
 
 @contextlib.contextmanager
@@ -279,6 +300,13 @@ def _make(directory: Path | None) -> Path:
     except OSError as error:
         raise DrillError(f"--dir: expected a directory that can be made, found {error}; name a new one") from error
     return directory.resolve()
+
+
+def _write_repros(directory: Path, scripts: Mapping[str, str]) -> None:
+    for name, text in scripts.items():
+        directory.mkdir(parents=True, exist_ok=True)
+        _write("--repro", directory / name, text.encode)
+        out.print(f"To see it again: python {directory / name}", markup=False, soft_wrap=True)
 
 
 def _write(option: str, path: Path | None, content: Callable[[], bytes]) -> None:

@@ -45,6 +45,12 @@ def test_a_file_that_is_written_over_is_torn_by_a_kill_and_nothing_starts_again(
     assert "while it wrote saved.pt, 66.0 KiB of it" in printed
     assert "torch.load" in kill["why_none"], "the user sees where the script ended"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["drill", "found.json"], "results are the user's"
+    assert "To see it again: python" in printed
+    again = subprocess.run(
+        [sys.executable, tmp_path / "drill" / "repro-kill-1.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False,
+    )  # fmt: skip
+    assert (again.returncode, "The fault is there: no step is trained" in again.stdout) == (1, True), again.stderr
 
 
 @pytest.mark.slow
@@ -222,6 +228,7 @@ def test_each_kill_is_a_test_case_with_what_has_failed(capsys: pytest.CaptureFix
         ({"both": True, "kinds": "step"}, "--both: expected neither --kinds nor --nodes"),
         ({"both": True, "nodes": 2}, "--both: expected neither --kinds nor --nodes"),
         ({"resume_command": "python b.py"}, "--resume-command: expected --stock beside it"),
+        ({"in_place": True, "stock": True}, "--in-place: expected neither --stock nor --both"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], said: str) -> None:
