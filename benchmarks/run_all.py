@@ -21,6 +21,7 @@ NAMES = (
     "since",
     "peers_overhead",
     "step_overhead",
+    "peers_of_the_field",
 )
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.field.trainee import Record
+from benchmarks.peers_of_the_field import LOOPS, Arm, Scale, difference, draw_kills, measure_survival
 from benchmarks.run_all import NAMES
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -114,3 +116,53 @@ def test_since(tmp_path: Path) -> None:
     (row,) = _quick_run("since", tmp_path)
     assert len(row["pairs"]) == 2
     assert all(one["stall"] > 0 and one["step"] > one["stall"] / 2 for pair in row["pairs"] for one in pair)
+
+
+# The peers of the field
+
+
+def test_kills_of_the_field_are_of_both_kinds_and_the_same_for_all() -> None:
+    kills = draw_kills(seed=7, steps=63, count=4)
+    assert kills == draw_kills(seed=7, steps=63, count=4)
+    assert [kill.step for kill in kills] == sorted({kill.step for kill in kills})
+    assert {kill.event for kill in kills} == {"begin", "end"}
+    assert all(0 < kill.step < 63 for kill in kills)
+
+
+def test_the_first_difference_of_two_runs_is_named() -> None:
+    whole = Record({1: "0x1p+0", 2: "0x1p-1"}, {1: 5, 2: 6}, {"parameters": "a", "optimizer": "b"})
+    assert difference(whole, whole) == ""
+    assert difference(whole, Record(whole.losses, {1: 5, 2: 7}, whole.digests)) == "data of step 2"
+    assert difference(whole, Record({1: "0x1p+0"}, whole.data, whole.digests)) == "loss of step 2"
+    assert difference(whole, Record(whole.losses, whole.data, {"parameters": "a"})) == "optimizer at the end"
+
+
+def test_a_peer_that_is_not_installed_is_missing() -> None:
+    assert Arm("nobody", "plain", "-", "no-such-distribution").missing
+    assert not Arm("torch", "plain", "-").missing
+    assert len({(arm.name, arm.saves) for loop in LOOPS for arm in (loop.unprotected, *loop.arms)}) == sum(
+        1 + len(loop.arms) for loop in LOOPS
+    )
+
+
+@pytest.mark.slow
+def test_a_kill_of_the_field_loses_all_steps_of_an_unprotected_training(tmp_path: Path) -> None:
+    """It is killed and started again, and trains the same from its first step on."""
+    kills = draw_kills(seed=1, steps=8, count=2)
+    found = measure_survival(LOOPS[0].unprotected, Scale("tiny", 2, 4, 1, 3, 2), kills, tmp_path / "run")
+    assert found.failure == ""
+    assert found.lost == [kill.step - 1 for kill in kills]
+    assert len(found.seconds) == 2
+    assert found.record.digests
+
+
+@pytest.mark.slow
+def test_peers_of_the_field(tmp_path: Path) -> None:
+    """memckpt is exact under every loop, and repeats a step at its first resume only; what is not there is said."""
+    rows = _quick_run("peers_of_the_field", tmp_path)
+    assert [row["arm"] for row in rows] == [arm.name for loop in LOOPS for arm in (loop.unprotected, *loop.arms)]
+    ours = [row for row in rows if row["program"].startswith("memckpt")]
+    assert [row["exact"] for row in ours] == ["yes"] * 4
+    assert [row["lost"] for row in ours] == [[1, 0]] * 4
+    for row in rows:
+        assert row["pairs"] or row["exact"].startswith("not run: ")
