@@ -32,6 +32,8 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 #: A background that takes no more than this of a core is idle: it polls.
 _IDLE_SHARE = 0.1
 _WATCHED_SECONDS = 0.1
+#: A background that is never idle is waited for no longer than this.
+_SETTLE_SECONDS = 4.0
 
 
 class RunFailed(RuntimeError):
@@ -253,11 +255,11 @@ class Trainee:
 
     def _settle(self) -> None:
         """Wait until its processes are idle: a background that polls has no event to wait for."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline = time.monotonic() + _SETTLE_SECONDS
         while time.monotonic() < deadline:
             before = self._cpu_seconds()
             time.sleep(_WATCHED_SECONDS)
-            if self._cpu_seconds() - before <= _IDLE_SHARE * _WATCHED_SECONDS + 0.5 / _TICKS:
+            if self._cpu_seconds() - before <= _IDLE_SHARE * _WATCHED_SECONDS + 1 / _TICKS:
                 return
 
     def _marked(self) -> list[int]:
