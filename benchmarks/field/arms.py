@@ -6,6 +6,7 @@ everything from :meth:`Training.state_dict`: generators, schedule and place in t
 
 from __future__ import annotations
 
+import copy
 import re
 import shutil
 from collections.abc import Callable
@@ -187,7 +188,8 @@ def dlrover(run: Run) -> None:
     checkpointer = DdpCheckpointer(str(saves.root))
     found = checkpointer.load_checkpoint()
     if found:
-        training.load_state_dict(found)
+        # On a CPU the optimizer would go on in the shared memory itself, beside parameters of the step before.
+        training.load_state_dict(copy.deepcopy(found))
     for batch in training.batches():
         run.gate.begin(training.step + 1)
         training.take_step(batch, run.gate)

@@ -117,9 +117,10 @@ class Trainee:
         """
         path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
         environment = {**os.environ, "PYTHONPATH": path, MARK: self._mark}
+        # Sessions are what the kernel divides a busy machine's cores among: each run has one, as some launchers make.
         self._process = subprocess.Popen(
             self._command, cwd=self.directory, env=environment, stdin=subprocess.DEVNULL,
-            stdout=self._log, stderr=subprocess.STDOUT,
+            stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         self._accept()
 
@@ -228,7 +229,7 @@ class Trainee:
         line, self._buffer = self._buffer.split(b"\n", 1)
         said: dict[str, Any] = json.loads(line)
         if said["event"] == "failed":
-            raise RunFailed(said["why"])
+            raise RunFailed(said["why"].replace(str(self.directory), "RUN"))
         if said["event"] == "end":
             self.record.losses[said["step"]] = said["loss"]
             self.record.data[said["step"]] = said["data"]
@@ -250,7 +251,8 @@ class Trainee:
 
     def _last_words(self) -> str:
         """The last line that it wrote, mostly the error that ended it."""
-        lines = (self.directory / "log").read_text(errors="replace").strip().splitlines()
+        text = (self.directory / "log").read_text(errors="replace").replace(str(self.directory), "RUN")
+        lines = text.strip().splitlines()
         return lines[-1].strip() if lines else "ended without a word"
 
     def _settle(self) -> None:
