@@ -52,6 +52,8 @@ class Model:
         weak: nodes whose memory may lack something since all was protected; by node, the step from which on the ranks'
             word that all is protected counts; None while the fault lasts.
         apart: nodes that others cannot reach.
+        strayed: whether a rank has gone on where nobody waits for peers: memory may have got beyond what they have, so
+            that until all is protected again nothing but memory itself and storage counts (docs/guarantees.md).
     """
 
     ranks: int
@@ -63,6 +65,7 @@ class Model:
     stored: dict[int, set[int]] = field(default_factory=dict)
     weak: dict[int, int | None] = field(default_factory=dict)
     apart: set[int] = field(default_factory=set)
+    strayed: bool = False
     #: Agents that were told to end, by node: they answer their ranks until they do.
     _ending: dict[int, int] = field(default_factory=dict)
     #: Nodes whose replicators have died, where the rank has not said yet that it knows.
@@ -98,7 +101,8 @@ class Model:
         if not self.weak:
             return whole, highest
         # A node that has lost its memory, and is cut off, cannot fetch what the others have of it.
-        if len(self.weak.keys() | self.apart) <= self.tolerated and not self.weak.keys() & self.apart:
+        lost = self.weak.keys() | self.apart
+        if len(lost) <= self.tolerated and not self.weak.keys() & self.apart and not self.strayed:
             return min(self.acknowledged, whole), highest
         # A checkpoint of an earlier attempt may have become complete after training had gone back behind it.
         return max((step for step in self.in_storage if step <= whole), default=0), max(highest, self.reached + 1)
@@ -180,8 +184,9 @@ class Model:
             self._go_on(step, str(note["tier"]))
 
     def _go_on(self, step: int, tier: str) -> None:
-        if len(self.weak) > self.tolerated:
+        if len(self.weak) > self.tolerated or self.strayed:
             self.acknowledged = 0
+        self.strayed = False
         self.acknowledged = min(self.acknowledged, step)
         self._keep_stored(step)
         self._damaged = {each for each in self._damaged if each <= step}  # later ones will be written anew
@@ -208,8 +213,10 @@ class Model:
             self._unknowing.remove(rank)
             self.weaken([rank])
         if note["event"] == "step":
+            self.strayed |= not note["waits"]
             knows = rank not in self._ending and rank not in self._unknowing
             self._protected[rank] = note["step"] if note["protected"] and knows else -1
         if len(self._protected) == self.ranks:
             said = min(self._protected.values())
             self.weak = {node: since for node, since in self.weak.items() if since is None or said < since}
+            self.strayed &= bool(self.weak) or said < 0

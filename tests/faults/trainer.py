@@ -173,6 +173,7 @@ class _Rank:
         return {
             "acknowledged": max(0, link.connection.watermark - ahead) if link.up else 0,
             "connected": link.up,
+            "waits": link.up and not link.connection.waits_suspended,
             "agent": link.agent_pid,
             "protected": self.session._protection.complete,
             "stored": self.session.stored_step or 0,
