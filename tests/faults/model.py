@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from memckpt.config import DEFAULT_SLOTS
+
 #: Steps after the end of a fault from which on what ranks say of their protection counts. They say it at each step, and
 #: each has heard of the fault after one.
 _HEARD_STEPS = 3
@@ -52,8 +54,9 @@ class Model:
         weak: nodes whose memory may lack something since all was protected; by node, the step from which on the ranks'
             word that all is protected counts; None while the fault lasts.
         apart: nodes that others cannot reach.
-        strayed: whether a rank has gone on where nobody waits for peers: memory may have got beyond what they have, so
-            that until all is protected again nothing but memory itself and storage counts (docs/guarantees.md).
+        strayed: whether a rank has got so far, where nobody waits for peers, that memory cannot go back to what they
+            have. Until all is protected again only memory itself and storage count (docs/guarantees.md, "With peers").
+        in_flight: records by which training may be ahead of peers (D).
     """
 
     ranks: int
@@ -66,6 +69,7 @@ class Model:
     weak: dict[int, int | None] = field(default_factory=dict)
     apart: set[int] = field(default_factory=set)
     strayed: bool = False
+    in_flight: int = DEFAULT_SLOTS
     #: Agents that were told to end, by node: they answer their ranks until they do.
     _ending: dict[int, int] = field(default_factory=dict)
     #: Nodes whose replicators have died, where the rank has not said yet that it knows.
@@ -213,7 +217,7 @@ class Model:
             self._unknowing.remove(rank)
             self.weaken([rank])
         if note["event"] == "step":
-            self.strayed |= not note["waits"]
+            self.strayed |= not note["waits"] and note["step"] - self.acknowledged >= self.in_flight
             knows = rank not in self._ending and rank not in self._unknowing
             self._protected[rank] = note["step"] if note["protected"] and knows else -1
         if len(self._protected) == self.ranks:
