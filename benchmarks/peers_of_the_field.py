@@ -198,7 +198,7 @@ def draw_kills(seed: int, steps: int, count: int) -> list[Kill]:
 
 @dataclass
 class Cost:
-    """What an arm's steps took, beside the unprotected steps next to them.
+    """Times of an arm's steps, beside those of the unprotected steps next to them.
 
     Attributes:
         pairs, cpu_pairs: mean seconds of a step, and CPU seconds of a step: the arm's, and the unprotected.

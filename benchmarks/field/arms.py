@@ -32,7 +32,7 @@ from benchmarks.field.training import (
 
 @dataclass(frozen=True)
 class Run:
-    """What a program is given.
+    """Inputs of a program, from the benchmark.
 
     Attributes:
         gate: the way to the benchmark.
@@ -164,14 +164,9 @@ def torch_checkpointing(run: Run) -> None:
             templates = dict.fromkeys(training.state_dict()) | {"model": training.model.state_dict()}
             training.load_state_dict(dict(manager.load(str(newest), into=templates)))
 
-        def guarded() -> None:
-            with manager.lock():  # parameters must not change while they are copied
-                training.optimizer.step()
-
-        training.update = guarded  # type: ignore[method-assign]
         for batch in training.batches():
             run.gate.begin(training.step + 1)
-            training.take_step(batch, run.gate)
+            training.take_step(batch, run.gate, manager.lock())  # parameters must not change while they are copied
             if training.step % run.every == 0:
                 saves.keep(2)
                 manager.save(str(saves.path(training.step)), training.state_dict())
@@ -267,9 +262,9 @@ class Saves:
         self._mark = mark
 
     def path(self, step: int) -> Path:
-        """Where a step's checkpoint belongs; nothing is there."""
+        """Path of a step's checkpoint; what a kill has left there is removed."""
         path = self.root / f"step_{step}"
-        shutil.rmtree(path, ignore_errors=True)  # a half of it, from before a kill
+        shutil.rmtree(path, ignore_errors=True)
         return path
 
     def complete(self) -> list[Path]:

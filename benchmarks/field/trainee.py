@@ -55,7 +55,7 @@ class Block:
 
 @dataclass
 class Record:
-    """What a run has reported.
+    """Reports of a run.
 
     Attributes:
         losses, data: of each step, the last time that it was taken.

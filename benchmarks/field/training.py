@@ -6,6 +6,7 @@ import hashlib
 import math
 import pickle
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -105,20 +106,17 @@ class Training:
         while self.step < self.steps:
             yield from self.loader
 
-    def take_step(self, batch: Any, gate: Gate) -> None:
-        """Take a step and report it."""
+    def take_step(self, batch: Any, gate: Gate, guard: AbstractContextManager[Any] | None = None) -> None:
+        """Take a step and report it; its optimizer steps under `guard`."""
         step = self.step + 1
         loss = self.model.loss(*batch)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
-        self.update()
+        with nullcontext() if guard is None else guard:
+            self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()
         gate.end(step, loss.detach(), batch)
-
-    def update(self) -> None:
-        """Let the optimizer step."""
-        self.optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that this training consists of, for those who save what they are given."""
