@@ -15,10 +15,12 @@ SPEED = 4.0
 #: Seconds of the picture between lines that were printed at the same time, such as the tables at the end.
 _BETWEEN = 0.6
 
-_STYLE = """
-    .{id}-matrix text {{ animation: appear 0.2s backwards; }}
+#: By what rich begins the names of classes and clip paths.
+_NAME = "demo"
+_STYLE = f"""
+    .{_NAME}-matrix text {{ animation: appear 0.2s backwards; }}
     @keyframes appear {{ from {{ opacity: 0; }} to {{ opacity: 1; }} }}
-    @media (prefers-reduced-motion: reduce) {{ .{id}-matrix text {{ animation: none; }} }}
+    @media (prefers-reduced-motion: reduce) {{ .{_NAME}-matrix text {{ animation: none; }} }}
 """
 
 
@@ -46,15 +48,14 @@ class Cast:
         self._seconds += [now] * (lines - len(self._seconds))
 
     def write(self, path: Path) -> None:
-        """Write the picture. Where pictures do not move, it shows the last line at once."""
-        identity = "demo"
-        svg = self._console.export_svg(title="make demo", unique_id=identity)
+        """Write the picture. Where pictures do not move, all lines are there from the begin."""
+        svg = self._console.export_svg(title="make demo", unique_id=_NAME)
         svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)  # nothing is fetched from elsewhere
-        svg = svg.replace("</style>", _STYLE.format(id=identity) + "</style>", 1)
+        svg = svg.replace("</style>", _STYLE + "</style>", 1)
 
         def delayed(found: re.Match[str]) -> str:
             seconds = self._seconds[min(int(found[2]), len(self._seconds) - 1)]
             return f'{found[1]} style="animation-delay:{seconds:.1f}s"'
 
-        svg = re.sub(rf'(<text [^>]*clip-path="url\(#{identity}-line-(\d+)\)")', delayed, svg)
+        svg = re.sub(rf'(<text [^>]*clip-path="url\(#{_NAME}-line-(\d+)\)")', delayed, svg)
         path.write_text(svg + "\n", encoding="utf-8")

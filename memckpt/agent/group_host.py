@@ -46,7 +46,7 @@ class Host(Protocol):
 
 
 class Siblings(Protocol):
-    """What a group may ask of the other groups of its node."""
+    """Requests of a group to the other groups of its node."""
 
     def announce(self, ranks: RankGroup, record: int) -> None:
         """Tell the other groups that the group of these ranks takes a checkpoint after a record."""

@@ -147,7 +147,7 @@ _ORDER = """\
         if how == "file" and count == due:
             sys.addaudithook(see)
 """
-#: What a process tells of its state where a failure shows in more than its start: its parameters, and what differs.
+#: Lines by which a process tells its parameters, and the value that differs, where a start alone shows no failure.
 _STATE = """\
     optimizers = []
 @TAP
@@ -222,7 +222,7 @@ def compare(before, last):
         return "no step has had the parameters that are loaded"
     begin, value = known[last[0][0]]
 """
-#: What the process behind the last kill does otherwise: in words, empty if nothing.
+#: Lines that compare the process after the last kill, by kind of failure: its words, empty if there is no difference.
 _COMPARED = {
     "start": "",
     "loaded": _ALIGNED

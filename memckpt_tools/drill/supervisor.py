@@ -128,7 +128,7 @@ class Followed(ABC):
 
     @abstractmethod
     def _failure(self, status: int) -> str:
-        """What a command that fails by itself means, for a message."""
+        """Meaning of a command that fails by itself, for a message."""
 
     @property
     def step_seconds(self) -> float:
