@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import select
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -80,18 +79,13 @@ def _story(run: Path) -> Story:
 
 
 def _write(path: Path, run: Path, url: str | None, story: Story, goodput: Goodput, renew: float | None) -> None:
-    """Write the page in place of the last one; a browser never reads a half of it."""
+    """Write the page. A browser that reads a half of it loads it anew: that stands in its head."""
     from memckpt_tools.report.page import render
 
     kept, problem = _kept(run, url)
     text = render(str(run.resolve()), story, goodput, kept, problem, renew)
     try:
-        if renew is None:
-            path.write_text(text, encoding="utf-8")
-            return
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise StorageError(f"--to {path}: {error.strerror or error}; name another file") from error
 
