@@ -293,14 +293,10 @@ class MemCheckpointPlugin:
         return {f"memckpt/{name}": value for name, value in session.metrics().items()}
 
     def _log_metrics(self, session: memckpt.Session) -> None:
-        if (
-            not session.logs_metrics
-            or self._log_every is None
-            or self._commits % self._log_every
-            or not self.accelerator.trackers
-        ):
+        if self._log_every is None or self._commits % self._log_every or not self.accelerator.trackers:
             return
-        self.accelerator.log(self.metrics(), step=self._step)
+        if metrics := session.logger_metrics():
+            self.accelerator.log(metrics, step=self._step)
 
     def _warn_inexact(self, line: str | None) -> None:
         if line is not None and self._session is not None:

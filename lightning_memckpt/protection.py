@@ -267,15 +267,10 @@ class Protection:
         """Log to the loggers directly: self.log() would change callback_metrics, which training may depend on."""
         trainer = self._trainer
         step = self._internals.logger_axis_step
-        if (
-            not session.logs_metrics
-            or not trainer.loggers
-            or not trainer.log_every_n_steps
-            or (step + 1) % trainer.log_every_n_steps
-        ):
+        if not trainer.loggers or not trainer.log_every_n_steps or (step + 1) % trainer.log_every_n_steps:
             return
-        metrics = {f"memckpt/{name}": value for name, value in session.metrics().items()}
-        for logger in trainer.loggers:
+        metrics = session.logger_metrics()
+        for logger in trainer.loggers if metrics else ():
             logger.log_metrics(metrics, step=step)
 
     # --- the end --------------------------------------------------------------------------------------------

@@ -7,7 +7,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from memckpt import ProtectionArguments
 from memckpt.capture.attributes import checked_names
@@ -70,6 +78,9 @@ class MemCheckpointTrainerCallback(TrainerCallback):
         if self in callbacks:
             callbacks.remove(self)
         callbacks.insert(0, self)
+        printers = [at for at, each in enumerate(callbacks) if isinstance(each, PrinterCallback | ProgressCallback)]
+        if printers:
+            callbacks.insert(printers[0], _UnprintedFigures())
         vars(trainer)["_inner_training_loop"] = partial(self._train, trainer._inner_training_loop)
 
     def _train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -128,9 +139,25 @@ class MemCheckpointTrainerCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        """Add our metrics to those that other callbacks report; `log_history` has its copy already."""
+        """Add our metrics to those that trackers report; `log_history` has its copy already."""
         if self._protection is not None and logs is not None and "loss" in logs:
             logs.update(self._protection.metrics())
+
+
+class _UnprintedFigures(TrainerCallback):
+    """Takes our metrics out of the logs again, behind the trackers and before the callbacks that print."""
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        if logs is not None:
+            for name in [name for name in logs if name.startswith("memckpt/")]:
+                del logs[name]
 
 
 def protect(

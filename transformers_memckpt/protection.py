@@ -432,10 +432,8 @@ class Protection:
             self._inexact(f"the module {name} was made after train() began and is not carried; make it before")
 
     def metrics(self) -> dict[str, float]:
-        """The session's metrics, by loggers' names; empty before it begins, and where they are not to be logged."""
-        if self._session is None or not self._session.logs_metrics:
-            return {}
-        return {f"memckpt/{name}": value for name, value in self._session.metrics().items()}
+        """The session's metrics for loggers; empty before it begins."""
+        return self._session.logger_metrics() if self._session is not None else {}
 
     # --- the end --------------------------------------------------------------------------------------------
 

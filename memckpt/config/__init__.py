@@ -23,6 +23,7 @@ ResumeChoice = Literal["auto", "require", "exact", "never"]
 AckPolicy = Literal["wait", "proceed"]
 Security = Literal["curve", "plain"]
 TuningChoice = Literal["auto", "off"]
+LogMetricsChoice = Literal["main", "all", "none"]
 ResumeCheckChoice = Literal["auto", "witness", "replay", "require", "off"]
 DomainLevel = Literal["auto", "node", "rack", "zone"]
 ResidualChoice = Literal["auto", "keep", "drop"]
@@ -301,7 +302,8 @@ class MemckptConfig(Checked):
         mtbf_seconds: mean time between failures that you expect of the job, in seconds (1 to 3.2e9); None: one day,
             until failures of the run show another.
         accept_changes: lets one attempt go on although ``"require"`` finds a difference, after a deliberate change.
-        log_metrics: whether figures of the protection go to the framework's loggers (TensorBoard, CSV, W&B, trackers).
+        log_metrics: figures of the protection that go to the framework's loggers (TensorBoard, CSV, W&B, trackers):
+            ``"main"``: four of them, ``"all"``, or ``"none"``.
     """
 
     redo: RedoChoice = "auto"
@@ -319,7 +321,7 @@ class MemckptConfig(Checked):
     audit_budget: Annotated[float, Meta(ge=0, le=1)] = 0.01
     mtbf_seconds: Annotated[float, Meta(ge=1, le=3.2e9)] | None = None
     accept_changes: bool = False
-    log_metrics: bool = True
+    log_metrics: LogMetricsChoice = "main"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -123,7 +123,6 @@ class DisabledSession(Session):
     mode_reason = tap_reason = _DISABLED
     check = ResumeCheck("off", "off")
     drift_ulp = 0.0
-    logs_metrics = False
     epoch = batch = 0
 
     @property
@@ -151,6 +150,8 @@ class DisabledSession(Session):
 
     def commit(
         self, step: int | None = None, gradients_pending: bool | None = None, *, epoch_over: bool = False
+    logger_metrics = metrics
+
     ) -> bool:
         if self._closed:
             raise UsageError("commit() after close(): attach again to go on")

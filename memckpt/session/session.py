@@ -62,6 +62,8 @@ from memckpt.state import codec, rng
 
 _log = logging.getLogger("memckpt")
 _AT_STEP_BECAUSE, _DOUBT = OWN + "at_step_because", OWN + "doubt"
+#: What a loggers' user looks at: the cost, how far storage is, restarts, and whether something is wrong.
+_MAIN_METRICS = ("stall_ms", "stored_step", "attempt", "alarms")
 _LATER = (
     "a later training of this script is held in {}. If this start has skipped those before it, it takes up another "
     "one's state: give each training a run_dir of its own"
@@ -649,10 +651,11 @@ class Session:
         """Largest difference between replica and live state that the audit has found, in ulp."""
         return self._protection.drift.largest_ulp
 
-    @property
-    def logs_metrics(self) -> bool:
-        """Whether adapters give :meth:`metrics` to the framework's loggers."""
-        return self._training.config.log_metrics
+    def logger_metrics(self) -> dict[str, float]:
+        """Those of :meth:`metrics` that go to the framework's loggers by the settings, named ``memckpt/...``."""
+        choice = self._training.config.log_metrics
+        found = self.metrics() if choice != "none" else {}
+        return {f"memckpt/{name}": value for name, value in found.items() if choice == "all" or name in _MAIN_METRICS}
 
     def metrics(self) -> dict[str, float]:
         """Figures for loggers, always the same ones: `docs/observability.md` describes them.

@@ -431,7 +431,8 @@ def test_wall_clock_callbacks_are_announced(tmp_path: Path, sessions: Sessions, 
 
 
 def test_metrics_go_to_the_loggers_only(tmp_path: Path, sessions: Sessions) -> None:
-    fitted = trainer(tmp_path, MemCheckpoint(tmp_path / "run"), logger=CSVLogger(tmp_path / "csv"), log_every_n_steps=2)
+    callback = MemCheckpoint(tmp_path / "run", config=memckpt.MemckptConfig(log_metrics="all"))
+    fitted = trainer(tmp_path, callback, logger=CSVLogger(tmp_path / "csv"), log_every_n_steps=2)
     fitted.fit(Small(), loader())
     table = next((tmp_path / "csv").rglob("metrics.csv")).read_text().splitlines()
     column = table[0].split(",").index("memckpt/step")
@@ -440,7 +441,7 @@ def test_metrics_go_to_the_loggers_only(tmp_path: Path, sessions: Sessions) -> N
 
 
 def test_metrics_that_nobody_wants_are_not_logged(tmp_path: Path, sessions: Sessions) -> None:
-    callback = MemCheckpoint(tmp_path / "run", config=memckpt.MemckptConfig(log_metrics=False))
+    callback = MemCheckpoint(tmp_path / "run", config=memckpt.MemckptConfig(log_metrics="none"))
     trainer(tmp_path, callback, logger=CSVLogger(tmp_path / "csv"), log_every_n_steps=2).fit(Small(), loader())
     table = next((tmp_path / "csv").rglob("metrics.csv")).read_text()
     assert "loss" in table

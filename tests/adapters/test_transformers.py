@@ -365,19 +365,21 @@ def test_batches_that_accelerate_dispatches_are_refused_with_the_setting(trainin
     assert 'pass TrainingArguments(accelerator_config={"dispatch_batches": False})' in refused.log
 
 
-@pytest.mark.parametrize("logs", [True, False])
-def test_figures_go_to_the_trainer_s_loggers_unless_switched_off(
-    trainings: Trainings, monkeypatch: pytest.MonkeyPatch, logs: bool
+@pytest.mark.parametrize(("choice", "number"), [("main", 4), ("all", 14), ("none", 0)])
+def test_figures_go_to_the_trainer_s_trackers_and_are_not_printed(
+    trainings: Trainings, monkeypatch: pytest.MonkeyPatch, choice: str, number: int
 ) -> None:
-    from transformers.trainer_callback import PrinterCallback
+    from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback, TrainerCallback
 
-    def show(callback: Any, *_: Any, logs: dict[str, Any], **__: Any) -> None:
-        print("a logger gets", sorted(logs))
+    def show(callback: TrainerCallback, *_: Any, logs: dict[str, Any], **__: Any) -> None:
+        print(type(callback).__name__, "gets", sorted(logs))
 
-    monkeypatch.setattr(PrinterCallback, "on_log", show)
-    ended = trainings.run(Case("plain", {"num_train_epochs": 1}), settings(log_metrics=logs))
+    for each in (DefaultFlowCallback, PrinterCallback):  # the first one stands where trackers do
+        monkeypatch.setattr(each, "on_log", show)
+    ended = trainings.run(Case("plain", {"num_train_epochs": 1}), settings(log_metrics=choice))
     assert ended.codes == [0], ended.log
-    seen = [line for line in ended.log.splitlines() if line.startswith("a logger gets")]
-    assert any("'loss'" in line for line in seen)
-    assert any("memckpt/stall_ms" in line for line in seen) == logs
-    assert any("memckpt/" in line for line in seen) == logs
+    losses = [line for line in ended.log.splitlines() if " gets " in line and "'loss'" in line]
+    tracked = [line.count("'memckpt/") for line in losses if line.startswith("DefaultFlowCallback")]
+    assert set(tracked) == {number}
+    printed = [line.count("'memckpt/") for line in losses if line.startswith("PrinterCallback")]
+    assert set(printed) == {0}

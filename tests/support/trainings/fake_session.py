@@ -65,7 +65,7 @@ class FakeSession:
         **others: Any,
     ) -> None:
         self.replicated = tuple(replicated)
-        self.logs_metrics = config is None or config.log_metrics
+        self._log_metrics = config is None or config.log_metrics != "none"
         self._model, self._run_dir = model, str(run_dir)
         self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         self._captures: dict[str, Callable[[], Any]] = {}
@@ -142,6 +142,9 @@ class FakeSession:
 
     def metrics(self) -> dict[str, float]:
         return {"stall_ms": 0.0, "lag_steps": 0.0, "drift_ulp": 0.0, "step": float(self._record)}
+
+    def logger_metrics(self) -> dict[str, float]:
+        return {f"memckpt/{name}": value for name, value in self.metrics().items()} if self._log_metrics else {}
 
     def describe(self) -> str:
         return "stand-in engine"
