@@ -269,7 +269,6 @@ def work(words: Sequence[str], also: Sequence[str]) -> int:
     address = keeper_address(launcher, start_ticks(parent), local_rank)
     link = _connect(address)
     if link is None:
-        _say_what_gloo_needs()
         _start_keeper(address, launcher, python, also)
         link = _connect(address)
     launcher.close()
@@ -291,16 +290,6 @@ def _connect(address: str) -> socket.socket | None:
         pass  # none yet, or one that hangs
     link.close()
     return None
-
-
-def _say_what_gloo_needs() -> None:
-    """torchrun reads the variable itself, so that it is too late to set it here."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ.get("LOCAL_RANK") != "0":
-        return
-    remedy = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun (`memckpt run -- torchrun` does)"
-    if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":  # a static rendezvous does not read it
-        remedy = "start torchrun with --standalone or --rdzv-backend=c10d in place of --master-port"
-    _log.warning("restarts share a store, in which Gloo finds the addresses of the dead: %s", remedy)
 
 
 def _start_keeper(address: str, launcher: ProcessHandle, command: PythonCommand, also: Sequence[str]) -> None:

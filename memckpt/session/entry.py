@@ -83,7 +83,21 @@ def attach(
         observers=observers,
     )
     _raise_oom_score()
+    _warn_of_a_shared_store()
     return session
+
+
+def _warn_of_a_shared_store() -> None:
+    """Warn in the first attempt that restarts by torchrun may hang; torchrun has read its variable by then."""
+    variables = os.environ.get
+    restarts = variables("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and variables("TORCHELASTIC_RESTART_COUNT") == "0"
+    shared = variables("TORCHELASTIC_USE_AGENT_STORE") == "True" and variables("LOCAL_RANK") == "0"
+    if not (restarts and shared and dist.is_available() and dist.is_initialized() and "gloo" in dist.get_backend()):
+        return
+    remedy = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun (`memckpt run -- torchrun` does)"
+    if variables("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":  # a static rendezvous does not read it
+        remedy = "start torchrun with --standalone or --rdzv-backend=c10d in place of --master-port"
+    _log.warning("memckpt: torchrun's restarts may hang, as Gloo finds the dead in a store that they share: %s", remedy)
 
 
 class DisabledSession(Session):

@@ -1,4 +1,4 @@
-"""The line that says when a log in storage would be the better choice."""
+"""What a start says of a log in storage that would be the better choice, and of torchrun's shared store."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from memckpt.config import StorageConfig
+from memckpt.session import entry
 from memckpt.session.tuning import tell_when_log_pays
 from memckpt.state.layout import Layout
 from memckpt.state.spec import StateSpec, TensorSpec
@@ -50,3 +51,34 @@ def test_nothing_is_said_where_a_log_would_write_more_or_cannot_be(
     caplog: pytest.LogCaptureFixture, storage: StorageConfig | None, spec: StateSpec
 ) -> None:
     assert said(caplog, storage, spec) == ""
+
+
+@pytest.mark.parametrize(
+    ("changed", "remedy"),
+    [
+        ({}, "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
+        ({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, "--rdzv-backend=c10d in place of --master-port"),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, None),
+        ({"TORCHELASTIC_MAX_RESTARTS": "0"}, None),
+        ({"TORCHELASTIC_RESTART_COUNT": "1"}, None),
+        ({"LOCAL_RANK": "1"}, None),
+        ({"MEMCKPT_TEST_BACKEND": "nccl"}, None),
+    ],
+)
+def test_a_store_that_torchrun_s_restarts_share_is_said_once(
+    changed: dict[str, str], remedy: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
+    found = {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "LOCAL_RANK": "0",
+        "MEMCKPT_TEST_BACKEND": "cpu:gloo,cuda:nccl",
+    } | changed
+    for name, value in found.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(entry.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(entry.dist, "get_backend", lambda: found["MEMCKPT_TEST_BACKEND"])
+    entry._warn_of_a_shared_store()
+    assert [remedy is not None and remedy in record.message for record in caplog.records] == [True] * bool(remedy)
