@@ -14,11 +14,17 @@ Restarts = Annotated[int, typer.Option(min=0, help="Most restarts.", metavar="N"
 Warm = Annotated[
     str, typer.Option(help="Modules of your own that are imported ahead of restarts, too.", metavar="MODULE,...")
 ]
+OnFailure = Annotated[
+    str | None,
+    typer.Option(help="Shell command for each failure; MEMCKPT_FAILURE and MEMCKPT_FOLLOWS say what it is."),
+]
 Cold = Annotated[bool, typer.Option("--cold", help="Import nothing ahead.")]
 Command = Annotated[list[str], typer.Argument(help="The training's command, behind `--`.", metavar="COMMAND...")]
 
 
-def run(command: Command, restarts: Restarts = 100, warm: Warm = "", cold: Cold = False) -> None:
+def run(
+    command: Command, restarts: Restarts = 100, warm: Warm = "", cold: Cold = False, on_failure: OnFailure = None
+) -> None:
     """Run a training on this node, and start it again when it fails: memckpt run -- python train.py.
 
     Signals are passed on, and the exit status is that of the last attempt. No restart follows SIGTERM, SIGINT, SIGHUP
@@ -40,7 +46,7 @@ def run(command: Command, restarts: Restarts = 100, warm: Warm = "", cold: Cold 
             logging.getLogger("memckpt.run").info("restarts will be cold: %s", python)
         else:
             starter = WarmStarter(python, starter.start, notes, [name for name in warm.split(",") if name])
-    with contextlib.closing(Supervisor(starter, restarts, notes)) as supervisor:
+    with contextlib.closing(Supervisor(starter, restarts, notes, on_failure)) as supervisor:
         code = supervisor.run()
     raise typer.Exit(end_like(code))
 

@@ -6,9 +6,11 @@ import logging
 import math
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Union
 
 from memckpt.config.arguments import RESTART_COUNT
@@ -127,17 +129,60 @@ def _where(end: End) -> str:
 _log = logging.getLogger("memckpt.run")
 #: Longest wait, in seconds, for the agent's word on the newest step. It only decides about pauses, and about giving up.
 _STATUS_SECONDS = 2.0
+#: Longest time, in seconds, that a command for failures may go on once the next failure, or the end, has come.
+_COMMAND_SECONDS = 10
 #: Tries of a restart that cannot be made, before the error ends the run.
 _MOST_TRIES = 20
 #: Has torchrun, behind `memckpt run`, make a store of its own for each restart: in a shared one Gloo finds the dead.
 _NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
-class Supervisor:
-    """Runs a training, and runs it again when it fails. Owns starter and notes; :meth:`close` it."""
+class FailureCommand:
+    """A shell command of the user's that is started at each failure, beside the training. Owns its newest process."""
 
-    def __init__(self, starter: Starter, restarts: int, notes: Notes) -> None:
+    def __init__(self, command: str | None) -> None:
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, end: str, follows: str, given: Given) -> None:
+        """Start it with words for an end and for what follows, and with what a next attempt is given."""
+        self.close()
+        if self._command is None:
+            return
+        words = {"MEMCKPT_FAILURE": end, "MEMCKPT_FOLLOWS": follows}
+        try:
+            self._process = subprocess.Popen(
+                ["/bin/sh", "-c", self._command],
+                env={**given.environment, **words},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=partial(signal.pthread_sigmask, signal.SIG_SETMASK, given.mask),
+            )
+        except OSError as error:
+            _log.warning("--on-failure cannot be started: %s", error)
+
+    def close(self) -> None:
+        """Wait for its end, and end it with all that it has started where that takes too long."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        try:
+            code = process.wait(_COMMAND_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # it is not reaped: no other group has its id
+            process.wait()
+            _log.warning("--on-failure took more than %d s, and was ended", _COMMAND_SECONDS)
+            return
+        if code:
+            _log.warning("--on-failure ended with %s", _how(End(code, None)))
+
+
+class Supervisor:
+    """Runs a training, and runs it again when it fails. Owns all that it is given; :meth:`close` it."""
+
+    def __init__(self, starter: Starter, restarts: int, notes: Notes, on_failure: str | None = None) -> None:
         self._starter = starter
+        self._on_failure = FailureCommand(on_failure)
         self._policy = Policy(restarts)
         self._notes = notes
         self._inbox = Inbox()
@@ -158,16 +203,18 @@ class Supervisor:
             if isinstance(verdict, NoRestart):
                 if verdict.reason is not None:
                     _log.error("%s; no restart: %s", end, verdict.reason)
+                    self._on_failure.start(str(end), f"no restart: {verdict.reason}", self._given())
                 return code
             pause = f" in {verdict.pause:.0f} s" if verdict.pause else ""
-            _log.warning("%s; restart %d%s, %s", end, self._policy.restarts, pause, self._starter.how)
+            follows = f"restart {self._policy.restarts}{pause}"
+            _log.warning("%s; %s, %s", end, follows, self._starter.how)
+            self._on_failure.start(str(end), follows, self._given())
             if not self._pause(verdict.pause):
                 return code
 
     def _start(self) -> Attempt | None:
         """The next attempt; None: a signal asks for the end. Raises OSError: it cannot be started for long."""
-        added = {**self._notes.environment(), RESTART_COUNT: str(self._policy.restarts)}
-        given = Given({_NO_SHARED_STORE: "1", **os.environ, **added}, self._inbox.before)
+        given = self._given()
         for _ in range(_MOST_TRIES):
             try:
                 return self._starter.start(given)
@@ -179,6 +226,10 @@ class Supervisor:
                 if not self._pause(pause):
                     return None
         return self._starter.start(given)
+
+    def _given(self) -> Given:
+        added = {**self._notes.environment(), RESTART_COUNT: str(self._policy.restarts)}
+        return Given({_NO_SHARED_STORE: "1", **os.environ, **added}, self._inbox.before)
 
     def _wait(self, attempt: Attempt) -> int:
         """Pass signals on until the attempt has ended."""
@@ -214,6 +265,7 @@ class Supervisor:
         return End(code, None if status is None else status.step)
 
     def close(self) -> None:
+        self._on_failure.close()
         self._starter.close()
         self._inbox.close()
         self._notes.close()

@@ -54,6 +54,28 @@ def test_its_exit_status_is_that_of_the_last_attempt(lab: Lab) -> None:
     assert shell(lab, "kill -SEGV $$", restarts=0).wait(LIMIT_SECONDS) == -signal.SIGSEGV
 
 
+def test_each_failure_starts_a_command_of_the_user_s(lab: Lab) -> None:
+    said = 'echo "$MEMCKPT_FAILURE; $MEMCKPT_FOLLOWS" >> failures; exit 3'
+    child = supervise(lab, "sh", "-c", "exit 21", on_failure=said)
+    assert child.wait(LIMIT_SECONDS) == 21
+    first, last = (lab.directory / "failures").read_text().splitlines()
+    assert first == "exit status 21; restart 1"
+    assert last.startswith("exit status 21; no restart: it has ended with exit status 21 before its first step twice")
+    assert child.log.read_text().count("--on-failure ended with exit status 3") == 2
+
+
+def test_a_command_for_failures_that_hangs_is_ended_with_what_it_has_started(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_COMMAND_SECONDS", 0.5)
+    child = supervise(lab, "sh", "-c", "exit 21", restarts=0, on_failure="sleep 1000 & echo $! > pid; wait")
+    assert child.wait(LIMIT_SECONDS) == 21
+    assert "--on-failure took more than" in child.log.read_text()
+    pid = int((lab.directory / "pid").read_text())
+    with contextlib.suppress(ProcessLookupError), os.fdopen(os.pidfd_open(pid)) as process:
+        assert select.select([process], [], [], LIMIT_SECONDS)[0]
+
+
 LISTENER = """
 import os, signal, sys
 def got(number, frame):

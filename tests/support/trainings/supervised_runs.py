@@ -25,13 +25,13 @@ from tests.support.trainings.engine_harness import Child, Lab
 LIMIT_SECONDS = 120.0
 
 
-def supervise(lab: Lab, *command: str, restarts: int = 100) -> Child:
-    """`memckpt run --restarts N -- COMMAND`, in a child of its own."""
+def supervise(lab: Lab, *command: str, restarts: int = 100, on_failure: str | None = None) -> Child:
+    """`memckpt run --restarts N --on-failure ... -- COMMAND`, in a child of its own."""
 
     def body() -> None:
         os.chdir(lab.directory)
         try:
-            run(list(command), restarts)
+            run(list(command), restarts, on_failure=on_failure)
         except typer.Exit as ended:
             os._exit(ended.exit_code)
 
