@@ -42,7 +42,10 @@ To = Annotated[
 Step = Annotated[int | None, typer.Option(help="Step to export. Default: the newest.")]
 Format = Annotated[
     str,
-    typer.Option("--format", help="torch, lightning, accelerate, transformers, dcp, or safetensors (the model)."),
+    typer.Option(
+        "--format",
+        help="torch, lightning, accelerate, transformers, torch_checkpointing, dcp, or safetensors (the model).",
+    ),
 ]
 Source = Annotated[str, typer.Option("--from", help="storage, or memory: the newest step that the agent holds.")]
 #: Seconds that an agent may take to save the state that it holds.
