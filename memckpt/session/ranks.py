@@ -6,12 +6,14 @@ Nothing here runs during training, except the self-test in the first steps, and 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 import torch
@@ -27,7 +29,7 @@ from memckpt.capture.phases import StallClock
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.taps.ddp import LOCAL_STEPS, refuse_local_sgd
 from memckpt.capture.taps.shards import check_flattened, is_flattened
-from memckpt.config import MemckptConfig
+from memckpt.config import MemckptConfig, ResumeChoice
 from memckpt.config.arguments import LAUNCHER, RESTART_COUNT
 from memckpt.errors import MemckptError, UnsupportedError
 from memckpt.processes.address import node_name
@@ -38,6 +40,8 @@ from memckpt.state import rng
 from memckpt.state.tensors import is_dtensor, local
 
 T = TypeVar("T")
+_log = logging.getLogger("memckpt")
+_LAUNCH_FILE = "launch"
 
 
 class Ranks:
@@ -156,6 +160,59 @@ def find_launcher(world_size: int) -> Launcher:
     if restarts is None and world_size == 1:
         return Launcher(0, 0, 0)
     return Launcher(parent, start_ticks(parent), int(restarts or 0))
+
+
+class Launch:
+    """What starts the attempts of a training: its restarts obey ``resume="never"``, or a step, once and not each time.
+
+    A file in the run directory names the launch that has obeyed, and trained since. A process that attaches once more
+    has decided anew.
+    """
+
+    #: Files that this process has asked.
+    _asked: ClassVar[set[Path]] = set()
+
+    def __init__(self, run_dir: Path, ranks: Ranks) -> None:
+        found = find_launcher(ranks.world_size)
+        self._name = f"{found.pid} {found.start_ticks}" if found.pid else ""
+        self._is_restart = found.restarts > 0
+        self._file, self._ranks = run_dir / _LAUNCH_FILE, ranks
+        #: Commits until the file is written, on rank 0 where the launch obeys now. The first may still be on its way.
+        self._commits_left = 0
+
+    def resolve(self, resume: ResumeChoice | int) -> ResumeChoice | int:
+        """`resume`, or ``"auto"`` where an earlier attempt of this launch has obeyed it; collective."""
+        asks = self._is_restart and self._file not in self._asked
+        self._asked.add(self._file)
+        obeyed = self._ranks.gather(asks and self._noted() == self._name)[0]
+        if resume != "never" and not isinstance(resume, int):
+            return resume
+        if obeyed:
+            if self._ranks.rank == 0:
+                _log.warning("memckpt: resume=%r was obeyed by an earlier attempt of this launch: it goes on", resume)
+            return "auto"
+        self._commits_left = 2 if self._name and self._ranks.rank == 0 else 0
+        return resume
+
+    def count_commit(self) -> None:
+        """Count a commit; the second one is what a restart goes on from."""
+        if not self._commits_left:
+            return
+        self._commits_left -= 1
+        if self._commits_left:
+            return
+        written = self._file.with_name(f"{_LAUNCH_FILE}.new")
+        try:
+            written.write_text(self._name)
+            written.replace(self._file)
+        except OSError as error:
+            _log.warning("memckpt: each restart of this launch starts over, as no file can be written: %s", error)
+
+    def _noted(self) -> str:
+        try:
+            return self._file.read_text(errors="replace")
+        except OSError:  # no launch has obeyed; the other ranks wait for this one's answer
+            return ""
 
 
 def refuse_unordered(

@@ -45,6 +45,7 @@ from memckpt.session.peers import Peers
 from memckpt.session.protection import PreemptionNotice, Protection
 from memckpt.session.rank_state import ACCEPTED, MADE, METRICS, OBJECTS, OWN, Parts, RankState
 from memckpt.session.ranks import (
+    Launch,
     LocalTraining,
     Ranks,
     find_own_buffers,
@@ -61,9 +62,9 @@ from memckpt.session.tuning import Tuning, tell_when_log_pays
 from memckpt.state import codec, rng
 
 _log = logging.getLogger("memckpt")
-_AT_STEP_BECAUSE, _DOUBT = OWN + "at_step_because", OWN + "doubt"
 #: What a loggers' user looks at: the cost, how far storage is, restarts, and whether something is wrong.
 _MAIN_METRICS = ("stall_ms", "stored_step", "attempt", "alarms")
+_AT_STEP_BECAUSE, _DOUBT = OWN + "at_step_because", OWN + "doubt"
 _LATER = (
     "a later training of this script is held in {}. If this start has skipped those before it, it takes up another "
     "one's state: give each training a run_dir of its own"
@@ -157,10 +158,11 @@ class Session:
         self._ranks = Ranks()
         self._ordinal = _Ordinal(arguments.run_dir, self._ranks)
         arguments = self._ordinal.place(arguments)
+        self._launch = Launch(Path(arguments.run_dir), self._ranks)
         proven = self._look_at_training(model, optimizers, arguments, data_parallel, extra_modules, replicated)
         self._wire_parts(Path(arguments.run_dir), optimizers, proven)
         try:
-            self._start(arguments.resume)
+            self._start(self._launch.resolve(arguments.resume))
             doubt = self._ordinal.find_doubt()
             if doubt and self._resumption.held is not None:
                 self.inexact(doubt)
@@ -500,6 +502,7 @@ class Session:
                 self._proof.compare_first_records(point)
                 # Calls _stage_and_commit. Errors make a gap in protection, and end no training.
                 self._protection.end_record(point)
+                self._launch.count_commit()
             self._recorder.mark_step_end_for_peers(point.record)
         if self._observers:
             # Observers get the frame of the loop that commits.

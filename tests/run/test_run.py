@@ -246,6 +246,18 @@ def test_a_bug_that_strikes_again_at_its_step_is_not_tried_a_third_time(lab: Lab
     lab.stop(lab.directory / "run")
 
 
+def test_a_start_over_is_obeyed_by_a_launch_and_not_again_by_its_restarts(
+    lab: Lab, job: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert job(lab, "run", "12", "raise@3", "raise@3").wait(90) == 1
+    monkeypatch.setenv("MEMCKPT_RESUME", "never")
+    child = job(lab, "run", "12", "kill@1", "kill@5")
+    assert child.wait(90) == 0, child.log.read_text()
+    # Behind one commit nothing may be held yet: that restart starts over, too.
+    assert resumed(child)[-3:] == [("0", "None"), ("1", "None"), ("2", "RestoreReport(step=4")]
+    assert "resume='never' was obeyed by an earlier attempt of this launch" in child.log.read_text()
+
+
 class Failing:
     """A starter whose restarts fail as often as it is told, as where no process is left."""
 

@@ -1,15 +1,18 @@
-"""Ranks of a job: what they send each other."""
+"""Ranks of a job: what they send each other, and what their launch has been told."""
 
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from memckpt.config import ResumeChoice
+from memckpt.config.arguments import LAUNCHER, RESTART_COUNT
 from memckpt.errors import MemckptError
-from memckpt.session.ranks import Ranks
+from memckpt.session.ranks import Launch, Ranks
 from tests.support.trainings.engine_harness import Lab
 
 
@@ -47,3 +50,28 @@ def test_an_error_of_the_system_on_one_rank_is_one_on_all(lab: Lab) -> None:
     children = [lab.fork(partial(body, rank), f"rank-{rank}") for rank in range(2)]
     for child in children:
         assert child.wait() == 0, child.log.read_text()
+
+
+@pytest.mark.parametrize("resume", ["never", 4])
+def test_a_launch_obeys_a_start_over_until_an_attempt_has_committed_twice(
+    resume: ResumeChoice | int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(restarts: int, commits: int) -> ResumeChoice | int:
+        monkeypatch.setenv(RESTART_COUNT, str(restarts))
+        monkeypatch.setattr(Launch, "_asked", set())  # another process
+        launch = Launch(tmp_path, Ranks())
+        resolved = launch.resolve(resume)
+        assert launch.resolve(resume) == resume, "the process decides anew"
+        for _ in range(commits):
+            launch.count_commit()
+        return resolved
+
+    assert [start(restarts, 1) for restarts in range(3)] == [resume] * 3
+    assert start(3, 5) == resume
+    monkeypatch.setattr(Launch, "_asked", set())
+    assert Launch(tmp_path, Ranks()).resolve("exact") == "exact"
+    assert [start(restarts, 0) for restarts in (4, 5)] == ["auto"] * 2
+    assert start(0, 0) == resume, "a launch by hand of the same parent"
+    monkeypatch.setenv(LAUNCHER, "1")
+    assert start(6, 2) == resume, "another launch"
+    assert start(7, 0) == "auto"
