@@ -106,7 +106,7 @@ def untried_text(untried: Sequence[Kind | stock.Kind]) -> Text:
     }
     options = f"--kinds {','.join(untried)}{' --nodes 2' if 'node' in untried else ''}"
     named = ", ".join(what[kind] for kind in untried)
-    return Text.assemble(("Not tried: ", "bold yellow"), f"{named}; {options} tries it")
+    return Text.assemble(("Not tried: ", "bold yellow"), f"{named}; a drill of its own with {options} tries it")
 
 
 def print_undisturbed(verdict: Verdict) -> None:

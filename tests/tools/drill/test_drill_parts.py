@@ -354,6 +354,7 @@ def test_losses_that_were_not_tried_are_said_with_the_options_that_try_them() ->
     both = [Blow("both", 0, 4, 4), Blow("trainer", 0, 8, 8), Blow("agent", 0, 9, 9)]
     result = Result(None, [], both, {}, {}, None, None)  # type: ignore[arg-type]
     assert result.untried == ["node"]
-    assert untried_text(result.untried).plain == "Not tried: the loss of a whole node; --kinds node --nodes 2 tries it"
+    tries = "a drill of its own with --kinds node --nodes 2 tries it"
+    assert untried_text(result.untried).plain == f"Not tried: the loss of a whole node; {tries}"
     text = untried_text(["agent", "both"]).plain
-    assert "the loss of an agent, the loss of agent and trainer at once; --kinds agent,both tries it" in text
+    assert "the loss of agent and trainer at once; a drill of its own with --kinds agent,both tries it" in text
