@@ -150,6 +150,8 @@ class DisabledSession(Session):
     def metrics(self) -> dict[str, float]:
         return {}
 
+    logger_metrics = metrics
+
     def describe(self) -> str:
         return f"memckpt: protecting nothing: {_DISABLED}"
 
@@ -164,8 +166,6 @@ class DisabledSession(Session):
 
     def commit(
         self, step: int | None = None, gradients_pending: bool | None = None, *, epoch_over: bool = False
-    logger_metrics = metrics
-
     ) -> bool:
         if self._closed:
             raise UsageError("commit() after close(): attach again to go on")
