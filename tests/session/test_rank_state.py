@@ -7,6 +7,7 @@ import enum
 import logging
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,16 +45,6 @@ def rank_state() -> RankState:
     # Of no use to what is tested here, but other sessions of this process ask it what it carries.
     live: Any = SimpleNamespace(model=torch.nn.Identity(), extra_modules={}, optimizers=[])
     return RankState(live, HostCopier())
-
-
-def test_the_held_names_are_loaded_and_nothing_is_said(rank_state: RankState, caplog: pytest.LogCaptureFixture) -> None:
-    counter = Counter()
-    rank_state.register("counter", counter)
-    rank_state.provide("figure", lambda: 1)
-    with caplog.at_level(logging.WARNING):
-        assert rank_state.load_registered({"counter": {"at": 7}, "figure": 1}) == ""
-    assert counter.at == 7
-    assert not caplog.records
 
 
 def test_attributes_of_a_protected_optimizer_are_refused_with_what_carries_them() -> None:
@@ -158,13 +149,18 @@ class Refusing(Counter):
         raise ValueError("not that one")
 
 
+def found_in(model: nn.Module, carried: Sequence[Any] = ()) -> tuple[FoundObjects, list[str]]:
+    """What is found on a model, and what is said of it."""
+    said: list[str] = []
+    return FoundObjects(lambda: {"model": model}, lambda: carried, said.append, "name {!r}"), said
+
+
 def test_objects_that_nobody_has_named_keep_no_training_from_its_steps() -> None:
     """Their state_dict() may raise, from the start or later; so may their load_state_dict()."""
     model = torch.nn.Module()
     held = Refusing(kept=True)
     vars(model).update(never=Refusing(), held=held)
-    said: list[str] = []
-    objects = FoundObjects(lambda: {"model": model}, lambda: (), said.append, "name {}")
+    objects, said = found_in(model)
     state = objects.state_dict()
     assert list(state) == ["model.held"]
     assert not said
@@ -172,19 +168,6 @@ def test_objects_that_nobody_has_named_keep_no_training_from_its_steps() -> None
     held.kept = False
     assert objects.state_dict() == {}
     assert [one.partition("raises ")[2] for one in said] == ["ValueError: not that one", "no state"]
-
-
-def test_a_reason_found_before_the_first_commit_corrects_the_report(
-    rank_state: RankState, caplog: pytest.LogCaptureFixture
-) -> None:
-    found: list[str] = []
-    rank_state.add_to_report = found.append
-    rank_state.inexact("one")
-    assert not caplog.messages, "the report says it"
-    rank_state.add_to_report = None
-    rank_state.inexact("two")
-    assert found == ["one"]
-    assert rank_state.reasons == ("one", "two")
 
 
 def test_what_a_loader_has_departed_from_is_said_once(rank_state: RankState, caplog: pytest.LogCaptureFixture) -> None:
@@ -309,15 +292,14 @@ class Dots(dict[str, Any]):
 
 def test_objects_with_a_state_are_found_wherever_they_come_to_be() -> None:
     """In containers, under each key, as soon as they are made; under the first of their names."""
-    said: list[str] = []
 
-    def made() -> tuple[dict[str, Any], FoundObjects]:
+    def made() -> tuple[dict[str, Any], FoundObjects, list[str]]:
         model = nn.Sequential(nn.Linear(2, 2), nn.Module())
         vars(model[1]).update(now=None, late=None, kinds={1: Buffer()}, last=deque([Buffer()]), config=Dots(a=1))
         vars(model[1])["nested"] = {"train.loss": [Buffer()], Phase.TRAIN: Buffer(), ("a", 1): Buffer()}
-        return vars(model[1]), FoundObjects(lambda: {"model": model}, lambda: (), said.append, "name {}")
+        return vars(model[1]), *found_in(model)
 
-    (ours, objects), (theirs, others) = made(), made()
+    (ours, objects, said), (theirs, others, said_there) = made(), made()
     for _ in range(5):
         objects.state_dict()
     ours.update(now=ours["kinds"][1], late=Counter(), new=Counter())
@@ -333,7 +315,8 @@ def test_objects_with_a_state_are_found_wherever_they_come_to_be() -> None:
     others.load_state_dict(state)
     assert (theirs["kinds"][1].at, theirs["last"][0].at) == (3, 4)
     assert [(place[0] if isinstance(place, list) else place).at for place in theirs["nested"].values()] == [5] * 3
-    assert len(said) == 3, "the late ones are not there"
+    assert not said
+    assert len(said_there) == 3, "the late ones are not there"
 
 
 def test_an_object_is_carried_once_it_has_a_state_and_no_more_is_said_at_once() -> None:
@@ -341,8 +324,7 @@ def test_an_object_is_carried_once_it_has_a_state_and_no_more_is_said_at_once() 
     fitted = Refusing()
     grows = Average(1)
     vars(model).update(fitted=fitted, grows=grows)
-    said: list[str] = []
-    objects = FoundObjects(lambda: {"model": model}, lambda: (), said.append, "name {}")
+    objects, said = found_in(model)
     for _ in range(20):
         assert list(objects.state_dict()) == ["model.grows"]
     fitted.kept = True
@@ -354,23 +336,12 @@ def test_an_object_is_carried_once_it_has_a_state_and_no_more_is_said_at_once() 
     assert "model.grows, a Average, is not carried any more" in said[0]
 
 
-def test_results_that_a_model_keeps_are_no_averages() -> None:
-    model = torch.nn.Linear(2, 2)
-    said: list[str] = []
-    objects = FoundObjects(lambda: {"model": model}, lambda: (), said.append, "name {!r}")
-    for step in range(20):
-        vars(model)["features"] = {"mean": torch.full((2,), float(step))}  # of the bias's shape
-        objects.state_dict()
-    assert not said
-
-
 @pytest.mark.parametrize("change", [lambda one: one.mean.add_(1), lambda one: setattr(one, "mean", one.mean + 1)])
 def test_an_object_that_is_too_large_is_named_in_the_commit_behind_its_first_change(change: Any) -> None:
     model = torch.nn.Module()
     bank = Average(1 << 17)
     vars(model)["bank"] = bank
-    said: list[str] = []
-    objects = FoundObjects(lambda: {"model": model}, lambda: (), said.append, "name {}")
+    objects, said = found_in(model)
     for _ in range(11):
         objects.state_dict()
     change(bank)
@@ -387,8 +358,7 @@ def test_an_object_that_is_too_large_is_named_in_the_commit_behind_its_first_cha
 def test_a_module_that_nobody_carries_is_named_once_it_changes() -> None:
     model = torch.nn.Module()
     vars(model)["average"] = None
-    said: list[str] = []
-    objects = FoundObjects(lambda: {"model": model}, lambda: (), said.append, "name {}")
+    objects, said = found_in(model)
     for _ in range(20):
         objects.state_dict()
     model.late = average = [nn.Linear(1, 1)]  # type: ignore[assignment]
@@ -434,8 +404,7 @@ def test_plain_tensors_that_nobody_carries_are_named_once_they_change(kept: Any,
     model = torch.nn.Linear(2, 2)
     vars(model)["kept"] = kept(model.weight.detach().clone())
     carried: list[Any] = []
-    said: list[str] = []
-    objects = FoundObjects(lambda: {"model": model}, lambda: carried, said.append, "name {!r}")
+    objects, said = found_in(model, carried)
     for _ in range(3):
         objects.state_dict()
     assert not said
@@ -446,7 +415,7 @@ def test_plain_tensors_that_nobody_carries_are_named_once_they_change(kept: Any,
     assert not said
     carried.clear()
     carried += [model, model]  # as Lightning's module has the network that it trains
-    objects = FoundObjects(lambda: {"model": model}, lambda: carried, said.append, "name {!r}")
+    objects, said = found_in(model, carried)
     objects.state_dict()
     change(model.kept)
     objects.state_dict()
@@ -464,8 +433,7 @@ def test_tensors_in_odd_states_are_looked_at_without_an_error(name: str) -> None
     vars(model)["alone"] = make()
     model.wrap = wrap = Average(0)  # type: ignore[assignment]
     wrap.state_dict = lambda: {"kept": inside}  # type: ignore[method-assign]
-    said: list[str] = []
-    objects = FoundObjects(lambda: {"model": model}, lambda: (), said.append, "name {!r}")
+    objects, said = found_in(model)
     for _ in range(3):
         objects.state_dict()
     assert not said
@@ -488,8 +456,7 @@ def test_what_else_an_object_of_the_script_has_is_its_own_business() -> None:
     helper.stub = Stub()  # type: ignore[attr-defined]
     helper.gone = weakref.proxy(Average(0))  # type: ignore[attr-defined]
     vars(model).update(stub=Stub(), gone=weakref.proxy(Average(0)))
-    said: list[str] = []
-    objects = FoundObjects(lambda: {"model": model}, lambda: (), said.append, "name {!r}")
+    objects, said = found_in(model)
     for _ in range(9):
         helper.shadow.normal_()  # scratch memory
         assert not objects.state_dict()
@@ -502,8 +469,7 @@ def test_an_object_with_the_model_s_tensors_is_named_once_what_else_it_has_chang
     count = 0
     model.wrap = wrap = Average(0)  # type: ignore[assignment]
     wrap.state_dict = lambda: {"model": model.state_dict(), "count": count}  # type: ignore[method-assign]
-    said: list[str] = []
-    objects = FoundObjects(lambda: {"model": model}, lambda: (), said.append, "name {!r}")
+    objects, said = found_in(model)
     for _ in range(5):
         with torch.no_grad():
             model.weight.mul_(0.9)
@@ -540,10 +506,10 @@ def test_numbers_that_had_not_changed_are_put_back_behind_a_later_state() -> Non
 
 def test_results_and_views_are_no_state() -> None:
     model = torch.nn.Linear(2, 2)
-    said: list[str] = []
-    objects = FoundObjects(lambda: {"model": model}, lambda: (), said.append, "name {!r}")
+    objects, said = found_in(model)
     model.view = model.weight.detach()[1:]  # type: ignore[assignment]
-    for _ in range(20):
+    for step in range(20):
+        vars(model)["features"] = {"mean": torch.full((2,), float(step))}  # of the bias's shape
         output = model(torch.ones(2, 2))
         model.result, model.results = output.detach(), [output, output.detach()[:1]]  # type: ignore[assignment]
         with torch.no_grad():
