@@ -90,8 +90,10 @@ def test_papers_are_in_json_and_in_files_for_the_simulator(tmp_path: Path) -> No
     assert row["exact"]
     assert row["monthly_loss_probability"] > 0
     written = json.loads(target.read_text())
-    assert names <= {one["name"] for one in written["schemes"]}
+    assert names <= {one.name for one in msgspec.convert(written["schemes"], list[Scheme])}
     assert written["job"] == found["job"]
+    assert "expected a name that ends in .json" in refused(*job, "--schemes", str(tmp_path / "schemes.txt"))
+    assert "No such file" in refused(*job, "--schemes", str(tmp_path / "no" / "schemes.json"))
 
 
 def test_json_has_units_in_names_and_a_configuration() -> None:
@@ -108,17 +110,6 @@ def test_json_has_units_in_names_and_a_configuration() -> None:
     assert row["memory_bytes_by_owner"]["total"] == row["scheme"]["memory_bytes"]
     assert [tier["name"] for tier in row["scheme"]["tiers"]] == ["memory", "peers", "storage"]
     assert row["served_by"] == {"process": "memory", "nodes": "peers", "cluster": "storage"}
-
-
-def test_schemes_are_written_for_the_simulator(tmp_path: Path) -> None:
-    target = tmp_path / "schemes.json"
-    assert run(*LLAMA, "--schemes", str(target)).exit_code == 0
-    found = json.loads(target.read_text())["schemes"]
-    assert [one["name"] for one in found][:3] == ["none", "torch.save", "dcp.async_save"]
-    schemes = msgspec.convert(found, list[Scheme])
-    assert schemes[5].tiers[1].tolerates == 2
-    assert "expected a name that ends in .json" in refused(*LLAMA, "--schemes", str(tmp_path / "schemes.txt"))
-    assert "No such file" in refused(*LLAMA, "--schemes", str(tmp_path / "no" / "schemes.json"))
 
 
 def test_no_scheme_within_the_budgets_is_exit_status_1() -> None:

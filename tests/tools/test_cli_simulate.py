@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +17,8 @@ from memckpt_tools.simulation.failures import Cluster, FailureModel, Lifetime
 from memckpt_tools.simulation.replay import Repair, Training
 from memckpt_tools.simulation.run import Setup
 from memckpt_tools.simulation.run import simulate as simulated
-from tests.support.trainings.cli_harness import exit_status, invoke, invoke_json
+from tests.support.trainings.cli_harness import invoke, invoke_json
 
-ROOT = Path(__file__).parents[2]
 DISK = "name=disk,every_steps=100,lag_steps=5,restore_seconds=300,survives_cluster=true"
 PEERS = "name=peers,every_steps=1,lag_steps=1,restore_seconds=60,group_nodes=4,tolerates=2"
 JOB = ("simulate", "--nodes", 64, "--step-seconds", 5, "--days", 30, "--repetitions", 3)
@@ -266,56 +264,3 @@ def test_what_is_wrong_with_options_is_named(options: tuple[object, ...], messag
 def test_nodes_and_steps_come_from_options_or_a_plan() -> None:
     with pytest.raises(ConfigurationError, match="--nodes: expected it, or a plan in --schemes, found neither"):
         invoke("simulate", "--step-seconds", 5, "--node-mtbf-hours", 1, "--tier", DISK)
-
-
-def test_exit_status_of_a_wrong_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert exit_status(monkeypatch, *JOB, "--node-mtbf-hours", 0, "--tier", DISK) == 2
-
-
-def test_the_documented_example_gives_the_documented_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (ROOT / "docs/simulation.md").read_text()
-    block = re.search(r"^```\nmemckpt (simulate .*?)\n```", page, re.DOTALL | re.MULTILINE)
-    arguments = block[1].replace("\\\n", " ").split()
-    assert arguments[-2:] == ["--plot", "ettr.svg"]
-    monkeypatch.chdir(ROOT)
-    _, found = invoke_json(*arguments[:-2])
-    shown = re.findall(r"^\| ([^|]+) \| (0\.\d+) ± (0\.\d+) \| ([\d,]+) ± ", page, re.MULTILINE)
-    assert [name for name, *_ in shown] == [row["name"] for row in found["schemes"]]
-    for (_, ettr, width, steps), row in zip(shown, found["schemes"], strict=True):
-        assert float(ettr) == pytest.approx(row["ettr"]["mean"], abs=6e-5)
-        assert float(width) == pytest.approx(row["ettr"]["half_width"], abs=6e-5)
-        assert int(steps.replace(",", "")) == round(row["lost_steps"]["mean"])
-
-
-def test_lowdiffs_figures_are_those_of_the_documented_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    page = (ROOT / "docs/simulation.md").read_text()
-    block = re.search(r"^```\nmemckpt (plan .*?)\nmemckpt (simulate .*?)\n```", page, re.DOTALL | re.MULTILINE)
-    monkeypatch.chdir(tmp_path)
-    plan, simulation = (text.replace("\\\n", " ").split() for text in block.groups())
-    invoke_json(*plan)
-    _, found = invoke_json(*simulation)
-    names = ["torch.save", "CheckFreq", "Gemini", "LowDiff", "LowDiff+", "compressed", "copies"]
-    for label, points, at in (("every 0.3 h", "by_mtbf", 1), ("64 GPUs", "by_nodes", 3)):
-        cells = re.search(rf"^\| {label}, here \| (.*) \|$", page, re.MULTILINE)[1].split(" | ")
-        ettrs = [found[points][at]["ettr"][name]["mean"] for name in names]
-        assert [float(cell.removesuffix("%")) for cell in cells] == pytest.approx(
-            [100 * one for one in ettrs], abs=0.06
-        )
-    assert found["by_mtbf"][1]["mtbf_seconds"] == pytest.approx(0.3 * 3600)
-    assert found["by_nodes"][3]["nodes"] * 4 == 64
-    assert (tmp_path / "lowdiff.svg").stat().st_size < 60_000
-
-
-def test_the_documented_trace_and_schemes_are_read(tmp_path: Path) -> None:
-    page = (ROOT / "docs/simulation.md").read_text()
-    trace = re.search(r"^```\n(time_seconds.*?)^```", page, re.DOTALL | re.MULTILINE)
-    schemes = re.search(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    (tmp_path / "schemes.yaml").write_text(schemes[1])
-    (tmp_path / "trace.csv").write_text(trace[1])
-    code, found = invoke_json(*JOB, "--trace", tmp_path / "trace.csv", "--schemes", tmp_path / "schemes.yaml")
-    assert code == 0
-    (row,) = found["schemes"]
-    assert {name: each["mean"] for name, each in row["recoveries"].items()} == {
-        "memory": 1, "peers": 1, "disk": 1, "nothing": 0
-    }  # fmt: skip

@@ -124,13 +124,6 @@ def test_peers_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert "MEMCKPT_PEERS_DATA" in facts.configured_peers()[1]
 
 
-def test_bytes_per_parameter_are_those_of_the_documentation() -> None:
-    """docs/configuration.md#memory: base and log, and 12 while a checkpoint is on its way to storage."""
-    assert round(checks.bytes_per_parameter("eager"), 1) == 25.1 + 12
-    assert round(checks.bytes_per_parameter("lazy"), 1) == 60.5 + 12
-    assert checks.bytes_per_parameter("snapshot") == 24 + 12
-
-
 @pytest.mark.parametrize("threads", [1, 2, 3, 4])
 def test_the_redo_mode_is_the_one_that_a_session_would_choose(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule is written down twice, as the command line must not import the session."""

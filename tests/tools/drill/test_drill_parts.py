@@ -15,17 +15,15 @@ import pytest
 import torch
 from torch import nn
 
-from memckpt.capture.copier import copier_for
-from memckpt.capture.live_state import LiveState
 from memckpt.config import ErasureConfig, MemckptConfig, StorageConfig
 from memckpt.config.arguments import with_environment
 from memckpt.config.observers import OBSERVERS
 from memckpt.errors import ConfigurationError
 from memckpt.processes.handles import start_ticks
 from memckpt_tools.drill import lines
-from memckpt_tools.drill.comparison import Difference, Overhead, first_change, judge, sketch_distance
+from memckpt_tools.drill.comparison import Difference, Overhead, first_change, judge
 from memckpt_tools.drill.job import DrillOrders, Job, kill_processes
-from memckpt_tools.drill.probe import Attributes, Fingerprints, text_of
+from memckpt_tools.drill.probe import Attributes, text_of
 from memckpt_tools.drill.supervisor import KINDS, Blow, Result, draw, parse_kinds
 from memckpt_tools.drill.text import (
     holes_text,
@@ -81,40 +79,6 @@ def test_lines_are_read_as_they_come_and_torn_ones_left_out(tmp_path: Path) -> N
     assert reader.poll() == [taken(2, 0.2, 3.0)]
     second.close()
     reader.close()
-
-
-def test_fingerprints_tell_apart_and_how_far() -> None:
-    model = nn.Sequential(nn.Linear(40, 70), nn.BatchNorm1d(70), nn.Linear(70, 3))
-    model[2].weight.requires_grad_(False)
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
-    model(torch.randn(4, 40)).sum().backward()
-    optimizer.step()
-    live = LiveState(model, [optimizer], {})
-    fingerprints = Fingerprints(live, copier_for(torch.device("cpu")))
-    generators = torch.get_rng_state()
-    keys, digests, sketches = fingerprints.fingerprint_state()
-    assert torch.equal(torch.get_rng_state(), generators)
-    assert {kind for kind, _ in keys} == {"parameter", "frozen", "buffer", "state"}
-    assert ("state", "0.weight (exp_avg)") in keys
-    assert (len(digests), len(sketches)) == (len(keys) * lines.DIGEST_BYTES, len(keys) * lines.SKETCHES * 8)
-    assert fingerprints.fingerprint_state() == (keys, digests, sketches)
-
-    weight = model[0].weight
-    before = weight.detach().clone()
-    apart = 1e-4 * torch.randn_like(before) * before.norm() / before.numel() ** 0.5
-    with torch.no_grad():
-        weight += apart
-    index = keys.index(("parameter", "0.weight"))
-    _, changed, moved = fingerprints.fingerprint_state()
-    differing = [
-        key
-        for place, key in enumerate(keys)
-        if changed[place * lines.DIGEST_BYTES : (place + 1) * lines.DIGEST_BYTES]
-        != digests[place * lines.DIGEST_BYTES : (place + 1) * lines.DIGEST_BYTES]
-    ]
-    assert differing == [("parameter", "0.weight")]
-    part = slice(index * lines.SKETCHES * 8, (index + 1) * lines.SKETCHES * 8)
-    assert 0.1 < sketch_distance(moved[part], sketches[part]) / 1e-4 < 10
 
 
 def test_each_kill_has_its_part_of_the_run_and_the_seed_says_when() -> None:

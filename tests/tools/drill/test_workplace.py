@@ -26,14 +26,19 @@ def source(tmp_path: Path) -> Path:
     return source
 
 
-def copied(source: Path, tmp_path: Path, run: str = "first") -> Path:
-    place = tmp_path / "place"
-    (place / run).mkdir(parents=True)
-    return Workplace(source, place).of(place / run)
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Where a drill keeps its first run."""
+    (tmp_path / "place" / "first").mkdir(parents=True)
+    return tmp_path / "place"
 
 
-def test_what_a_run_writes_stays_in_its_copy(source: Path, tmp_path: Path) -> None:
-    copy = copied(source, tmp_path)
+def copied(source: Path, place: Path) -> Path:
+    return Workplace(source, place).of(place / "first")
+
+
+def test_what_a_run_writes_stays_in_its_copy(source: Path, place: Path) -> None:
+    copy = copied(source, place)
     (copy / "out" / "csv" / "metrics.csv").write_text("overwritten")
     (copy / "out" / "last.ckpt").write_text("new")
     (copy / "train.py").unlink()
@@ -41,9 +46,7 @@ def test_what_a_run_writes_stays_in_its_copy(source: Path, tmp_path: Path) -> No
     assert sorted(path.name for path in source.rglob("*")) == ["csv", "metrics.csv", "out", "train.py"]
 
 
-def test_each_run_begins_with_the_same_files(source: Path, tmp_path: Path) -> None:
-    place = tmp_path / "place"
-    (place / "first").mkdir(parents=True)
+def test_each_run_begins_with_the_same_files(source: Path, place: Path) -> None:
     (place / "second").mkdir()
     copies = Workplace(source, place)
     first = copies.of(place / "first")
@@ -52,11 +55,11 @@ def test_each_run_begins_with_the_same_files(source: Path, tmp_path: Path) -> No
     assert not (copies.of(place / "second") / "new").exists()
 
 
-def test_paths_that_lead_out_of_the_directory_are_found(source: Path, tmp_path: Path) -> None:
+def test_paths_that_lead_out_of_the_directory_are_found(source: Path, place: Path) -> None:
     (source / "up").symlink_to("../data/x")
     (source / "inside").symlink_to("out/csv")
     (source / "absolute").symlink_to(source / "train.py")
-    copy = copied(source, tmp_path)
+    copy = copied(source, place)
     assert (copy / ".." / "data" / "x").read_text() == "x"
     assert (copy / "up").read_text() == "x"
     assert (copy / "inside").resolve() == copy / "out" / "csv"
@@ -64,14 +67,12 @@ def test_paths_that_lead_out_of_the_directory_are_found(source: Path, tmp_path: 
 
 
 def test_large_files_and_environments_are_linked_and_what_writes_to_them_is_named(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workplace_module, "_LINKED_BYTES", 100)
     (source / "weights").write_bytes(bytes(101))
     (source / "environment").mkdir()
     (source / "environment" / "pyvenv.cfg").touch()
-    place = tmp_path / "place"
-    (place / "first").mkdir(parents=True)
     copies = Workplace(source, place)
     copy = copies.of(place / "first")
     assert (copy / "environment").readlink() == source / "environment"
@@ -82,9 +83,8 @@ def test_large_files_and_environments_are_linked_and_what_writes_to_them_is_name
 
 
 def test_a_directory_inside_the_working_directory_is_not_copied_into_itself(source: Path) -> None:
-    place = source / "drill"
-    (place / "first").mkdir(parents=True)
-    copy = Workplace(source, place).of(place / "first")
+    (source / "drill" / "first").mkdir(parents=True)
+    copy = copied(source, source / "drill")
     assert not (copy / "drill").exists()
     assert (copy / "train.py").exists()
 
@@ -97,9 +97,7 @@ def test_earlier_drills_in_the_working_directory_are_not_copied(source: Path) ->
     assert list((copy / "drills").iterdir()) == []
 
 
-def test_a_file_that_is_written_by_its_absolute_path_is_named(source: Path, tmp_path: Path) -> None:
-    place = tmp_path / "place"
-    (place / "first").mkdir(parents=True)
+def test_a_file_that_is_written_by_its_absolute_path_is_named(source: Path, place: Path) -> None:
     copies = Workplace(source, place)
     copies.of(place / "first")
     (source / "train.py").write_text("changed")
@@ -108,20 +106,16 @@ def test_a_file_that_is_written_by_its_absolute_path_is_named(source: Path, tmp_
 
 @pytest.mark.parametrize("limit", ["_MOST_FILES", "_MOST_BYTES"])
 def test_a_directory_with_too_much_is_refused_with_the_remedy(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+    source: Path, place: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     monkeypatch.setattr(workplace_module, limit, 1)
     with pytest.raises(DrillError, match="--in-place"):
-        copied(source, tmp_path)
+        copied(source, place)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_command_runs_in_its_copy(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_place: bool
-) -> None:
+def test_a_command_runs_in_its_copy(source: Path, place: Path, monkeypatch: pytest.MonkeyPatch, in_place: bool) -> None:
     monkeypatch.chdir(source)
-    place = tmp_path / "place"
-    (place / "first").mkdir(parents=True)
     (source / "train.py").write_text("import os; open('written', 'w').write(os.getcwd() + ' ' + os.environ['PWD'])")
     monkeypatch.setenv("PWD", "as it was")
     start = _start([sys.executable, "train.py"], None if in_place else Workplace(source, place))

@@ -50,16 +50,6 @@ def test_ettr_of_a_synchronous_scheme_is_dalys_wall_time() -> None:
     assert found.ettr == pytest.approx(1e6 / daly_wall_seconds(1e6, interval, write, read, mtbf), rel=1e-9)
 
 
-def test_ettr_of_rare_failures_is_that_of_the_post() -> None:
-    interval, persist, read, mtbf = 600.0, 200.0, 120.0, 1e6
-    tier = Tier(name="disk", every_steps=interval, lag_steps=persist, restore_seconds=read, survives_cluster=True)
-    scheme = Scheme(name="async", overhead=2 / interval, tiers=(tier,))
-    found = expect(scheme, Failures(process=0.5 / mtbf, cluster=0.5 / mtbf), step_seconds=1.0, run_seconds=1e7)
-    # "ETTR, aka, how good is the training goodput", asynchronous writes: reads, writes, half an interval, persisting.
-    post = 1 - (read + mtbf / interval * 2 + interval / 2 + persist) / mtbf
-    assert found.ettr == pytest.approx(post, abs=2e-5)
-
-
 def test_a_job_that_starts_over_gets_nowhere() -> None:
     found = expect(
         Scheme(name="none", overhead=0, tiers=()), Failures(node=1 / 3600), step_seconds=1.0, run_seconds=1e6

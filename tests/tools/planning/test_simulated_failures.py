@@ -48,14 +48,6 @@ def test_new_nodes_survive_as_reft_says(shape: float) -> None:
     assert Estimate.of(none, 0.999).holds(0.5)
 
 
-@pytest.mark.parametrize("lifetime", [Lifetime(3.0, 0.7), Lifetime(3.0, 4.0)])
-def test_what_remains_of_a_life_in_service(lifetime: Lifetime) -> None:
-    """Its mean is E[X^2] / (2 E[X]), the inspection paradox."""
-    remaining = lifetime.draw_remaining(100_000, np.random.default_rng(1))
-    second = lifetime.scale_seconds**2 * math.gamma(1 + 2 / lifetime.shape)
-    assert Estimate.of(remaining.tolist(), 0.999).holds(second / (2 * lifetime.mean_seconds))
-
-
 def test_software_and_hardware_share_the_failures_of_nodes() -> None:
     model = FailureModel.of_nodes(10 * DAY, software_share=0.25, shape=0.8)
     failures = draw(model, Cluster(nodes=2000))
@@ -102,16 +94,6 @@ def test_failures_are_in_order_and_of_the_cluster(
     assert np.all((failures.seconds >= 0) & (failures.seconds < 30 * DAY))
     assert np.all((failures.units >= 0) & (failures.units < size))
     assert np.all(failures.units[failures.kinds == RACK] < -(-size // 7))
-
-
-@settings(deadline=None)
-@given(lifetime=lifetimes, size=st.integers(1, 50))
-def test_more_nodes_fail_more_often(lifetime: Lifetime, size: int) -> None:
-    model = FailureModel(nodes=lifetime)
-    few, many = Cluster(nodes=size), Cluster(nodes=16 * size)
-    assert model.mean_seconds(many) == pytest.approx(model.mean_seconds(few) / 16)
-    days = 20 * lifetime.mean_seconds / DAY / size
-    assert len(draw(model, many, days)) > len(draw(model, few, days))
 
 
 def test_racks_and_zones_are_runs_of_nodes() -> None:

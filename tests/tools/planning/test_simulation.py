@@ -1,4 +1,4 @@
-"""Trainings replayed with failures, beside closed forms; repetitions, and bad values."""
+"""Trainings replayed with failures: repair, groups, repetitions, and bad values. Closed forms: test_agreement.py."""
 
 from __future__ import annotations
 
@@ -13,118 +13,17 @@ import pytest
 from memckpt.errors import ConfigurationError
 from memckpt.replication.coding.placement import place
 from memckpt_tools.planning.scheme import Scheme, Tier
-from memckpt_tools.simulation.failures import KINDS, Cluster, FailureModel, Failures, Lifetime
+from memckpt_tools.simulation.failures import KINDS, Cluster, FailureModel, Failures
 from memckpt_tools.simulation.replay import Repair, Training, group_of, replay
 from memckpt_tools.simulation.run import Estimate, Setup, simulate, with_mean_scaled, with_nodes
 from tests.support.planning.tiers import disk
 
-HOUR, DAY = 3600.0, 86400.0
-ONE = Cluster(nodes=1)
+DAY = 86400.0
 
 
 def failures_of(*rows: tuple[float, str, int]) -> Failures:
     seconds, kinds, units = zip(*rows, strict=True)
     return Failures(np.array(seconds), np.array([KINDS.index(kind) for kind in kinds]), np.array(units))
-
-
-# Closed forms
-
-
-def exact_ettr(mtbf: float, period: float, write: float, restart: float, lag: float = 0.0) -> float:
-    """ETTR with exponential failures, restarts included, of a checkpoint after each `period` seconds of training.
-
-    A run without failures for x seconds leaves floor((x - lag) / (period + write)) checkpoints, whose mean is a
-    geometric series; it and the restarts before it take mtbf * exp(restart / mtbf). Without a lag this is the complete
-    model of Daly ("A higher order estimate of the optimum checkpoint interval for restart dumps", 2006, equation 20).
-    """
-    whole = period + write
-    kept = math.exp(-(whole + lag) / mtbf) / -math.expm1(-whole / mtbf)
-    return period * kept / (mtbf * math.exp(restart / mtbf))
-
-
-def first_order_ettr(mtbf: float, period: float, write: float, restart: float, persist: float = 0.0) -> float:
-    """1 - (T_read + MTTF / T_period * T_write + T_period / 2 + T_persist) / MTTF.
-
-    After Hours Academic, "ETTR, aka, how good is the training goodput"; synchronous where nothing persists later.
-    """
-    whole = period + write
-    return 1 - (restart + mtbf / whole * write + whole / 2 + persist) / mtbf
-
-
-def checkpoints(mtbf: float, write: float, restart: float, lag: float, period: float) -> Estimate:
-    """ETTR of a simulated training with one kind of checkpoint."""
-    scheme = Scheme(name="disk", overhead=write / period, tiers=(disk(period, restart, lag / (1 + write / period)),))
-    setup = Setup(
-        cluster=ONE,
-        failures=FailureModel(processes=Lifetime(mtbf)),
-        training=Training(step_seconds=1.0, duration_seconds=2000 * mtbf),
-    )
-    return simulate(setup, [scheme], repetitions=30, confidence=0.999)[0].ettr
-
-
-@pytest.mark.parametrize("lag", [0.0, 150.0])
-@pytest.mark.parametrize(
-    ("mtbf", "write", "restart"), [(20 * HOUR, 20.0, 120.0), (HOUR, 60.0, 300.0), (300.0, 5.0, 60.0)]
-)
-def test_ettr_at_youngs_and_dalys_intervals(mtbf: float, write: float, restart: float, lag: float) -> None:
-    """Synchronous checkpoints (no lag) and asynchronous ones, which are there some time after they were taken."""
-    young = math.sqrt(2 * write * mtbf)  # Young, "A first order approximation to the optimum checkpoint interval", 1974
-    x = write / (2 * mtbf)
-    daly = young * (1 + math.sqrt(x) / 3 + x / 9) - write  # Daly 2006, equation 37
-    ettrs = []
-    for period in (young, daly, 2 * young):
-        ettr = checkpoints(mtbf, write, restart, lag, period)
-        assert ettr.half_width is not None
-        assert ettr.half_width < 0.02
-        assert ettr.holds(exact_ettr(mtbf, period, write, restart, lag)), period
-        approximate = first_order_ettr(mtbf, period, write, restart, lag)
-        assert abs(ettr.mean - approximate) <= ettr.half_width + (1 - approximate) ** 2
-        ettrs.append(ettr.mean)
-    if not lag:
-        assert ettrs[2] < max(ettrs[:2])
-
-
-def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
-    mtbf, write, restart = HOUR, 60.0, 300.0
-    period = math.sqrt(2 * write * mtbf)
-    scheme = Scheme(name="disk", overhead=write / period, tiers=(disk(period, restart),))
-    setup = Setup(
-        cluster=ONE,
-        failures=FailureModel(processes=Lifetime(mtbf)),
-        training=Training(step_seconds=1.0, duration_seconds=200 * mtbf),
-    )
-    exact = exact_ettr(mtbf, period, write, restart)
-    held = [
-        simulate(setup, [scheme], repetitions=8, seed=seed, confidence=0.9)[0].ettr.holds(exact) for seed in range(100)
-    ]
-    assert 0.81 <= np.mean(held) <= 0.97
-
-
-@pytest.mark.parametrize("p", [0.01, 0.05, 0.08])
-@pytest.mark.parametrize("code", [True, False], ids=["code", "copies"])
-def test_eccheck_recovery_rate_of_2000_nodes(p: float, code: bool) -> None:
-    """ECCheck, equations 1 and 2 and Figure 3: 500 groups of 4 nodes, of which each fails with a probability p.
-
-    Nodes fail independently for a while in which none is whole again; a training loses its memory where a group loses
-    more than it tolerates. Copies are in pairs.
-    """
-    q = 1 - p
-    copies_rate = q**4 + 4 * p * q**3 + 4 * p**2 * q**2
-    code_rate = q**4 + 4 * p * q**3 + 6 * p**2 * q**2
-    assert code_rate - copies_rate == pytest.approx(2 * p**2 * q**2)
-    expected = (code_rate if code else copies_rate) ** 500
-    tier = Tier(
-        name="peers", every_steps=0.01, lag_steps=0, restore_seconds=0, group_nodes=4 if code else 2,
-        tolerates=2 if code else 1, rebuild_seconds=1e9,
-    )  # fmt: skip
-    setup = Setup(
-        cluster=Cluster(nodes=2000),
-        failures=FailureModel(nodes=Lifetime(-DAY / math.log(q))),
-        training=Training(step_seconds=1.0, duration_seconds=DAY),
-    )
-    (summary,) = simulate(setup, [Scheme(name="peers", overhead=0, tiers=(tier,))], repetitions=400)
-    kept = summary.estimate(lambda outcome: outcome.recoveries[-1] == 0).mean
-    assert abs(kept - expected) <= 3.29 * math.sqrt(expected * (1 - expected) / 400)  # 99.9% of a binomial
 
 
 # Repair, groups, repetitions
