@@ -14,7 +14,6 @@ from rich.console import Console
 
 from memckpt.cli import run_view
 from memckpt.cli import status as status_module
-from memckpt.cli.common import ranks_text
 from memckpt.cli.run_view import Looker, Stored, View, problems_of
 from memckpt.cli.status import render
 from memckpt.config import StorageConfig
@@ -186,34 +185,6 @@ def test_many_peers_that_are_well_take_one_row() -> None:
     assert "all others" in text
     text = text_of(a_view(an_agent(peers=some_peers(links=links[4:]))))
     assert "all peers" in text
-
-
-def test_ranks_are_shown_as_spans() -> None:
-    assert ranks_text((5,)) == "rank 5"
-    assert ranks_text((8, 0, 1, 2, 4)) == "ranks 0-2, 4, 8"
-
-
-def test_peers_as_json(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_view, "ask_status", lambda address: an_agent(peers=some_peers()))
-    found = invoke_json("status", run, "--memory")[1]["agent"]["peers"]
-    assert found["watermark"] == 9
-    assert found["acknowledged"] == [[[0, 1], 10], [[2, 3], 9], [[4, 5], 10]]
-    assert found["links"][1] == {
-        "node": "c",
-        "connected": True,
-        "behind_bytes": 3 << 20,
-        "seconds_silent": 9.0,
-        "problem": "",
-    }
-    assert found["gap"] is None
-    monkeypatch.setattr(run_view, "ask_status", lambda address: an_agent())
-    assert invoke_json("status", run, "--memory")[1]["agent"]["peers"] is None
-
-
-def test_lag_is_what_is_committed_and_not_applied() -> None:
-    assert a_view(an_agent()).lag_records == 3
-    assert a_view(an_agent(), Stored("x", 1, 8, 0.0)).steps_behind == 2
-    assert a_view(an_agent(), Stored("x")).steps_behind is None
 
 
 # Without an agent

@@ -57,16 +57,6 @@ def steps_in(run: Path) -> list[int]:
 # ls
 
 
-def test_ls_shows_what_is_there(run: Path) -> None:
-    code, found = invoke_json("ls", run)
-    assert code == 0
-    assert [one["step"] for one in found["checkpoints"]] == [2, 1]
-    assert all(one["complete"] for one in found["checkpoints"])
-    assert found["checkpoints"][0]["nodes"] == ["node"]
-    assert found["url"] == str(run / "storage")
-    assert "step" in invoke("ls", run)[1]
-
-
 def test_the_environment_says_where_storage_is(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMCKPT_STORAGE_URL", str(run / "storage"))
     assert steps_in(tmp_path / "elsewhere") == [2, 1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,7 +106,3 @@ def test_a_sparkline() -> None:
     assert sparkline([]) == ""
     assert sparkline([0.0, 0.0]) == "▁▁"
     assert sparkline([0.0, 4.0, 8.0]) == "▁▅█"
-
-
-def test_it_needs_no_torch_and_no_run(tmp_path: Path) -> None:
-    assert text_of(View(a_view(None).address, None, "the agent hangs", stored(None))).count("the agent hangs") == 1
