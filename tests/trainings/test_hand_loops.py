@@ -201,9 +201,14 @@ def test_batches_that_do_not_wait_are_not_taken_again(lab: Lab, accumulated: str
     assert " exact" not in survives(lab, loop, kills, "off")
 
 
-def dies_and_goes_on(lab: Lab, body: Any, kill: tuple[str, int]) -> tuple[str, str]:
+def said_of(lab: Lab, loop: Any, kill: tuple[str, int] | None = None, check: str = "off") -> str:
+    """What a process says that runs a loop, and dies in it or ends."""
+    return in_child(lab, lambda: loop(process_of(lab, kill, check)), status=-signal.SIGKILL if kill else 0)
+
+
+def dies_and_goes_on(lab: Lab, loop: Any, kill: tuple[str, int], check: str = "off") -> tuple[str, str]:
     """What a process says that dies, and the next one, which ends."""
-    return in_child(lab, lambda: body(kill), status=-signal.SIGKILL), in_child(lab, lambda: body(None))
+    return said_of(lab, loop, kill, check), said_of(lab, loop, None, check)
 
 
 def _taken_by_a_thread(loader: Any) -> Iterator[Any]:
@@ -235,8 +240,7 @@ def _draws_first(loader: Any) -> Iterator[Any]:
     ],
 )
 def test_a_loop_that_takes_its_batches_otherwise_is_told(lab: Lab, take: Any, line: str) -> None:
-    def body(dies: tuple[str, int] | None) -> None:
-        process = process_of(lab, dies, "off")
+    def loop(process: Process) -> None:
         loader = process.session.loader(make("shuffle", NONE))
         process.session.restore()
         for _ in process.session.epochs(1):
@@ -245,12 +249,11 @@ def test_a_loop_that_takes_its_batches_otherwise_is_told(lab: Lab, take: Any, li
                 process.take(f"batch {number}", next(batches))
         process.session.close()
 
-    assert line in dies_and_goes_on(lab, body, ("committed", 2))[1]
+    assert line in dies_and_goes_on(lab, loop, ("committed", 2))[1]
 
 
 def test_a_loop_that_may_leave_batches_out_is_told(lab: Lab) -> None:
-    def body() -> None:
-        process = process_of(lab, None, "off")
+    def loop(process: Process) -> None:
         loader = process.session.loader(make("shuffle", NONE))
         process.session.restore()
         for number, batch in enumerate(loader):
@@ -259,12 +262,11 @@ def test_a_loop_that_may_leave_batches_out_is_told(lab: Lab) -> None:
             process.take(f"batch {number}", batch)
         process.session.close()
 
-    assert "the loop took 2 batches before its first commit and 1 before each later one" in in_child(lab, body)
+    assert "the loop took 2 batches before its first commit and 1 before each later one" in said_of(lab, loop)
 
 
 def test_a_loop_that_fetches_ahead_of_several_batches_a_commit_is_told_at_first(lab: Lab) -> None:
-    def body(dies: tuple[str, int] | None) -> None:
-        process = process_of(lab, dies, "off")
+    def loop(process: Process) -> None:
         batches = _forever(process.session.loader(make("shuffle", NONE)))
         report = process.session.restore()
         assert report is None or "may have waited for the next step" in report.reasons[0]
@@ -278,7 +280,7 @@ def test_a_loop_that_fetches_ahead_of_several_batches_a_commit_is_told_at_first(
                 process.at("committed")
         process.session.close()
 
-    dies_and_goes_on(lab, body, ("committed", 1))
+    dies_and_goes_on(lab, loop, ("committed", 1))
 
 
 _UNKNOWN, _TAKEN_AGAIN = "may have waited for the next step", "a restart takes the last 1 again"
@@ -297,8 +299,7 @@ _UNKNOWN, _TAKEN_AGAIN = "may have waited for the next step", "a restart takes t
 def test_a_loop_that_fetches_ahead_and_leaves_batches_out_is_told(
     lab: Lab, left_out: list[int], converts: bool, kill: int, said: str
 ) -> None:
-    def body(dies: tuple[str, int] | None) -> None:
-        process = process_of(lab, dies, "off")
+    def loop(process: Process) -> None:
         loader = _forever(process.session.loader(make("shuffle", NONE)))
         batches = ([part + 0 for part in batch] for batch in loader) if converts else loader
         report = process.session.restore()
@@ -310,7 +311,7 @@ def test_a_loop_that_fetches_ahead_and_leaves_batches_out_is_told(
                 process.take(f"step {step}", batch)
         process.session.close()
 
-    assert said in "".join(dies_and_goes_on(lab, body, ("committed", kill)))
+    assert said in "".join(dies_and_goes_on(lab, loop, ("committed", kill)))
 
 
 def test_a_look_at_the_data_before_the_loop_is_no_batch_fetched_ahead(lab: Lab) -> None:
@@ -543,7 +544,7 @@ def test_workers_get_the_copy_of_the_dataset_that_they_had(lab: Lab, workers: Wo
 
 
 def test_samples_that_are_chosen_again_behind_a_resume_are_the_same(lab: Lab) -> None:
-    dies_and_goes_on(lab, lambda dies: _choose_samples(process_of(lab, dies, "off"), again=True), ("committed", 3))
+    dies_and_goes_on(lab, partial(_choose_samples, again=True), ("committed", 3))
 
 
 def test_loaders_that_are_drawn_in_turn_raise_no_alarm(lab: Lab) -> None:
@@ -593,7 +594,7 @@ def test_what_the_top_of_an_epoch_changes_is_not_changed_twice(lab: Lab, counts:
     if counts:
         survives(lab, loop, [("committed", 3), ("committed", 2), ("committed", 5)])
     else:
-        _, second = dies_and_goes_on(lab, lambda dies: loop(process_of(lab, dies, "off")), ("committed", 2))
+        _, second = dies_and_goes_on(lab, loop, ("committed", 2))
         assert "groups was changed between restore() and the first batch" in second
 
 
@@ -628,8 +629,7 @@ def test_what_stands_between_two_loops_is_not_done_twice(lab: Lab) -> None:
 def test_a_rate_that_is_set_before_the_loop_again_is_kept_and_said(lab: Lab) -> None:
     """It may be meant. Where it is no other one than the run had come to, nothing is said."""
 
-    def body(dies: tuple[str, int] | None) -> None:
-        process = process_of(lab, dies, "off")
+    def loop(process: Process) -> None:
         loader = process.session.loader(make("shuffle", NONE))
         process.session.restore()
         process.optimizer.param_groups[0]["lr"] = 0.25
@@ -640,14 +640,13 @@ def test_a_rate_that_is_set_before_the_loop_again_is_kept_and_said(lab: Lab) -> 
         process.session.close()
 
     said = "groups was changed between restore() and the first batch"
-    assert said not in in_child(lab, lambda: body(("committed", 2)), status=-signal.SIGKILL)
-    assert said not in in_child(lab, lambda: body(("committed", BATCHES - 1)), status=-signal.SIGKILL)
-    assert said in in_child(lab, lambda: body(None))
+    assert said not in said_of(lab, loop, ("committed", 2))
+    assert said not in said_of(lab, loop, ("committed", BATCHES - 1))
+    assert said in said_of(lab, loop)
 
 
 def test_a_tensor_that_is_written_above_a_resumed_pass_is_named(lab: Lab) -> None:
-    def body(dies: tuple[str, int] | None) -> None:
-        process = process_of(lab, dies, "off")
+    def loop(process: Process) -> None:
         loader = process.session.loader(make("shuffle", NONE))
         process.session.restore()
         for _ in process.session.epochs(1):
@@ -657,7 +656,7 @@ def test_a_tensor_that_is_written_above_a_resumed_pass_is_named(lab: Lab) -> Non
                 process.take("batch", batch)
         process.session.close()
 
-    assert "was written between restore() and the first batch" in dies_and_goes_on(lab, body, ("committed", 2))[1]
+    assert "was written between restore() and the first batch" in dies_and_goes_on(lab, loop, ("committed", 2))[1]
 
 
 def _evaluates_a_part(process: Process) -> None:
@@ -687,10 +686,7 @@ def _draws_now_and_then(process: Process, loads: bool = True) -> None:
 
 
 def test_a_generator_in_a_variable_that_the_repeated_step_does_not_use_is_said(lab: Lab) -> None:
-    def body(dies: tuple[str, int] | None) -> None:
-        _draws_now_and_then(process_of(lab, dies, "replay"), loads=False)
-
-    _, second = dies_and_goes_on(lab, body, ("committed", 8))
+    _, second = dies_and_goes_on(lab, partial(_draws_now_and_then, loads=False), ("committed", 8), "replay")
     assert "DIFFERENT: generators the variable generator of _draws_now_and_then()" in second
 
 
@@ -773,10 +769,7 @@ def test_generators_that_are_carried_or_seeded_again_raise_no_alarm(lab: Lab, lo
     ],
 )
 def test_what_a_loop_does_otherwise_behind_a_resume_is_said(lab: Lab, loop: Any, kill: int, said: str) -> None:
-    def body(dies: tuple[str, int] | None) -> None:
-        loop(process_of(lab, dies, "off"))
-
-    assert said in "".join(dies_and_goes_on(lab, body, ("committed", kill)))
+    assert said in "".join(dies_and_goes_on(lab, loop, ("committed", kill)))
 
 
 def test_a_pass_that_is_bounded_by_what_is_left_is_exact(lab: Lab) -> None:
@@ -805,8 +798,7 @@ def test_a_pass_that_is_bounded_by_what_is_left_is_exact(lab: Lab) -> None:
 def test_a_cycle_that_keeps_batches_is_told_from_its_first_commit_on(lab: Lab, how: str) -> None:
     """A resumed process keeps only the batches behind the one that it resumes at."""
 
-    def body(dies: tuple[str, int] | None) -> None:
-        process = process_of(lab, dies, "off")
+    def loop(process: Process) -> None:
         one, other = process.session.loader(make("shuffle", NONE)), process.session.loader(DataLoader(Augmented(6), 3))
         report = process.session.restore()
         assert report is None or "itertools.cycle" in report.reasons[0]
@@ -819,20 +811,19 @@ def test_a_cycle_that_keeps_batches_is_told_from_its_first_commit_on(lab: Lab, h
             process.take("batch", batch)
         process.session.close()
 
-    first, second = dies_and_goes_on(lab, body, ("committed", 1))
+    first, second = dies_and_goes_on(lab, loop, ("committed", 1))
     assert f"loader {int(how == 'zip')}: itertools.cycle" in first
     assert "second loop" not in first + second
 
 
 def test_a_protected_model_can_be_copied_and_pickled(lab: Lab) -> None:
-    def body() -> None:
-        process = process_of(lab, None, "off")
+    def loop(process: Process) -> None:
         process.session.restore()
         copied = pickle.loads(pickle.dumps(copy.deepcopy(process.model)))
         assert [*copied.state_dict()] == [*process.model.state_dict()]
         process.session.close()
 
-    in_child(lab, body)
+    said_of(lab, loop)
 
 
 @pytest.mark.parametrize("made", ["in each epoch", "once"])
@@ -843,8 +834,7 @@ def test_a_pass_that_is_taken_up_in_a_later_epoch_is_told(lab: Lab, made: str) -
         while True:
             yield from loader
 
-    def body(dies: tuple[str, int] | None) -> None:
-        process = process_of(lab, dies, "off")
+    def loop(process: Process) -> None:
         session = process.session
         one, other = session.loader(DataLoader(Augmented(6), BATCH)), session.loader(make("shuffle", NONE))
         report, once = session.restore(), forever(other)
@@ -856,7 +846,7 @@ def test_a_pass_that_is_taken_up_in_a_later_epoch_is_told(lab: Lab, made: str) -
         session.close()
         assert report is None or (not report.exact and "in the middle of a pass" in report.reasons[0])
 
-    dies_and_goes_on(lab, body, ("epoch end", 1))
+    dies_and_goes_on(lab, loop, ("epoch end", 1))
 
 
 def test_a_function_that_names_a_cycle_of_something_else_is_not_told(lab: Lab) -> None:
@@ -900,8 +890,7 @@ class Refined(Augmented):
 def test_a_dataset_that_training_writes_to_is_told(lab: Lab, refines: bool) -> None:
     """Not one that keeps what it has read."""
 
-    def body() -> None:
-        process = process_of(lab, None, "off")
+    def loop(process: Process) -> None:
         dataset = Refined()
         loader = process.session.loader(DataLoader(dataset, BATCH))
         process.session.restore()
@@ -911,13 +900,12 @@ def test_a_dataset_that_training_writes_to_is_told(lab: Lab, refines: bool) -> N
             process.take("batch", batch)
         process.session.close()
 
-    assert ("training writes to the tensor Refined.kept of a dataset" in in_child(lab, body)) is refines
+    assert ("training writes to the tensor Refined.kept of a dataset" in said_of(lab, loop)) is refines
 
 
 @pytest.mark.parametrize("registered", [False, True])
 def test_a_dataset_that_counts_is_told_unless_it_is_registered(lab: Lab, registered: bool) -> None:
-    def body() -> None:
-        process = process_of(lab, None, "off")
+    def loop(process: Process) -> None:
         loader = process.session.loader(DataLoader(Counted(), BATCH))
         if registered:
             process.session.register("data", loader.dataset, attributes=["given"])
@@ -926,7 +914,7 @@ def test_a_dataset_that_counts_is_told_unless_it_is_registered(lab: Lab, registe
             process.take("batch", batch)
         process.session.close()
 
-    assert ("the number Counted.given of a dataset changes" in in_child(lab, body)) is not registered
+    assert ("the number Counted.given of a dataset changes" in said_of(lab, loop)) is not registered
 
 
 class Unseeded(torch.utils.data.IterableDataset[Any]):
@@ -938,8 +926,7 @@ class Unseeded(torch.utils.data.IterableDataset[Any]):
 
 @pytest.mark.promise("a stream that gives other samples when it is read again")
 def test_a_stream_that_is_another_when_it_is_read_again_is_told(lab: Lab) -> None:
-    def body(dies: tuple[str, int] | None) -> None:
-        process = process_of(lab, dies, "off")
+    def loop(process: Process) -> None:
         loader = process.session.loader(DataLoader(Unseeded(), 4))
         report = process.session.restore()
         assert report is None or report.exact
@@ -948,7 +935,7 @@ def test_a_stream_that_is_another_when_it_is_read_again_is_told(lab: Lab) -> Non
             process.take("batch", batch)
         process.session.close()
 
-    _, log = dies_and_goes_on(lab, body, ("committed", 3))
+    _, log = dies_and_goes_on(lab, loop, ("committed", 3))
     assert "the stream Unseeded gave other samples when its first 3 batches were read again" in log
 
 
@@ -1204,29 +1191,26 @@ def look_before_the_epochs(process: Process, loader: Any) -> None:
 def test_what_is_refused(lab: Lab, continues: str, loop: Any, error: type[Exception], words: list[str]) -> None:
     """Some of it in a run that goes on behind its second batch, and has counted epochs, or has not."""
 
-    def die() -> None:
-        process = process_of(lab, ("committed", 2))
+    def begin(process: Process) -> None:
         loader = process.session.loader(make("shuffle", NONE))
         process.session.restore()
         for _ in process.session.epochs(1) if continues == "epochs" else range(1):
             for batch in loader:
                 process.take("", batch)
 
-    def body() -> None:
-        process = process_of(lab)
+    def go_on(process: Process) -> None:
         with pytest.raises(error) as caught:
             loop(process, make("shuffle", NONE))
         assert all(word in str(caught.value) for word in words), str(caught.value)
         process.session.close()
 
     if continues:
-        in_child(lab, die, status=-signal.SIGKILL)
-    in_child(lab, body)
+        said_of(lab, begin, ("committed", 2), "replay")
+    said_of(lab, go_on, check="replay")
 
 
 def test_loops_that_a_restart_would_not_repeat_are_named(lab: Lab) -> None:
-    def body() -> None:
-        process = process_of(lab)
+    def loop(process: Process) -> None:
         session = process.session
         loader = session.loader(make("shuffle", NONE))
         session.restore()
@@ -1240,34 +1224,33 @@ def test_loops_that_a_restart_would_not_repeat_are_named(lab: Lab) -> None:
         assert type(loader) is DataLoader
         assert not [name for name in vars(loader) if "memckpt" in name]
 
-    log = in_child(lab, body)
+    log = said_of(lab, loop, check="replay")
     assert "a second loop over batches in one epoch" in log
     assert "the loop over batches was left after a commit" in log
 
 
-@pytest.mark.parametrize("loop", ["followed", "not followed", "counted", "one step an epoch", "no commit"])
-def test_a_loop_that_a_resume_cannot_follow_is_told(lab: Lab, loop: str) -> None:
+@pytest.mark.parametrize("kind", ["followed", "not followed", "counted", "one step an epoch", "no commit"])
+def test_a_loop_that_a_resume_cannot_follow_is_told(lab: Lab, kind: str) -> None:
     """A loader that was forgotten, and commits that were."""
 
-    def body() -> None:
-        process = process_of(lab)
+    def loop(process: Process) -> None:
         session, loader = process.session, make("shuffle", NONE)
-        if loop == "followed":
+        if kind == "followed":
             session.loader(loader)
         session.restore()
         for _ in session.epochs(2):
-            for _, batch in enumerate(loader, start=session.batch if loop == "counted" else 0):
+            for _, batch in enumerate(loader, start=session.batch if kind == "counted" else 0):
                 process.backward("", batch)
                 process.step()
-                if loop != "no commit":
+                if kind != "no commit":
                     session.commit()
-                if loop == "one step an epoch":
+                if kind == "one step an epoch":
                     break
         session.close()
 
-    log = in_child(lab, body)
-    assert ("no loader was given to session.loader()" in log) is (loop == "not followed")
-    assert ("training has ended without a single commit" in log) is (loop == "no commit")
+    log = said_of(lab, loop, check="replay")
+    assert ("no loader was given to session.loader()" in log) is (kind == "not followed")
+    assert ("training has ended without a single commit" in log) is (kind == "no commit")
 
 
 @pytest.mark.parametrize("check", ["off", "replay"])
