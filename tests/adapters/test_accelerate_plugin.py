@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +38,16 @@ from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.hand_loops import in_child
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def in_a_child(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test in a child process of the lab."""
+
+    @functools.wraps(test)
+    def run(lab: Lab, **arguments: Any) -> None:
+        in_child(lab, lambda: test(lab, **arguments))
+
+    return run
 
 
 def objects() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any], Any]:
@@ -76,117 +86,105 @@ def train_and_leave(lab: Lab) -> None:
 # Wrong calls
 
 
+@in_a_child
 def test_a_plugin_that_prepares_nothing_ends(lab: Lab) -> None:
-    def body() -> None:
-        with plugin(lab) as ckpt:
-            assert ckpt.step == 0
-
-    in_child(lab, body)
+    with plugin(lab) as ckpt:
+        assert ckpt.step == 0
 
 
+@in_a_child
 def test_calls_before_prepare(lab: Lab) -> None:
-    def body() -> None:
-        ckpt = plugin(lab)
-        for call in (ckpt.commit, ckpt.metrics, lambda: next(ckpt.epochs(1))):
-            with pytest.raises(UsageError, match=r"prepare\(\) has not been called.*= ckpt.prepare\(model, optimizer"):
-                call()
-        model, optimizer, loader, _ = objects()
-        for nothing in ((), (loader,), (model, loader), (optimizer,)):
-            with pytest.raises(UsageError, match=r"expected a model and its optimizer.*call model, optimizer"):
-                ckpt.prepare(*nothing)
-        ckpt.prepare(model, optimizer)
-        with pytest.raises(UsageError, match=r"prepare\(\) was called twice"):
-            ckpt.prepare(*objects())
-        ckpt.close()
-        ckpt.close()
-        with pytest.raises(UsageError, match="the plugin is closed"):
-            ckpt.commit()
-
-    in_child(lab, body)
+    ckpt = plugin(lab)
+    for call in (ckpt.commit, ckpt.metrics, lambda: next(ckpt.epochs(1))):
+        with pytest.raises(UsageError, match=r"prepare\(\) has not been called.*= ckpt.prepare\(model, optimizer"):
+            call()
+    model, optimizer, loader, _ = objects()
+    for nothing in ((), (loader,), (model, loader), (optimizer,)):
+        with pytest.raises(UsageError, match=r"expected a model and its optimizer.*call model, optimizer"):
+            ckpt.prepare(*nothing)
+    ckpt.prepare(model, optimizer)
+    with pytest.raises(UsageError, match=r"prepare\(\) was called twice"):
+        ckpt.prepare(*objects())
+    ckpt.close()
+    ckpt.close()
+    with pytest.raises(UsageError, match="the plugin is closed"):
+        ckpt.commit()
 
 
+@in_a_child
 def test_registering(lab: Lab) -> None:
-    def body() -> None:
-        ckpt = plugin(lab)
-        prepared = ckpt.prepare(*objects())
+    ckpt = plugin(lab)
+    prepared = ckpt.prepare(*objects())
+    ckpt.register("one", prepared[3])
+    with pytest.raises(UsageError, match="expected a new name"):
         ckpt.register("one", prepared[3])
-        with pytest.raises(UsageError, match="expected a new name"):
-            ckpt.register("one", prepared[3])
-        with pytest.raises(
-            UsageError, match=r"expected an object with state_dict\(\) and load_state_dict\(\), found int"
-        ):
-            ckpt.register("two", 2)
-        plain = SimpleNamespace(level=3, kept=[1, 2], handle=object())
-        with pytest.raises(ConfigurationError, match=r"expected 'plain\.nothing' to exist when training starts"):
-            ckpt.register("plain", plain, ["nothing"])
-        with pytest.raises(UnsupportedStateError, match=r"attribute plain.handle is of type builtins.object"):
-            ckpt.register("plain", plain, ["handle"])
-        ckpt.register("plain", plain, ["level", "kept"])
-        state = ckpt._objects._registered["plain"].state_dict()
-        plain.level, plain.kept = 4, []
-        ckpt._objects._registered["plain"].load_state_dict(state)
-        assert (plain.level, plain.kept) == (3, [1, 2])
-        next(ckpt.epochs(1))
-        with pytest.raises(UsageError, match="before the loop, which has begun"):
-            ckpt.register("three", prepared[3])
-        ckpt.close()
-
-    in_child(lab, body)
+    with pytest.raises(UsageError, match=r"expected an object with state_dict\(\) and load_state_dict\(\), found int"):
+        ckpt.register("two", 2)
+    plain = SimpleNamespace(level=3, kept=[1, 2], handle=object())
+    with pytest.raises(ConfigurationError, match=r"expected 'plain\.nothing' to exist when training starts"):
+        ckpt.register("plain", plain, ["nothing"])
+    with pytest.raises(UnsupportedStateError, match=r"attribute plain.handle is of type builtins.object"):
+        ckpt.register("plain", plain, ["handle"])
+    ckpt.register("plain", plain, ["level", "kept"])
+    state = ckpt._objects._registered["plain"].state_dict()
+    plain.level, plain.kept = 4, []
+    ckpt._objects._registered["plain"].load_state_dict(state)
+    assert (plain.level, plain.kept) == (3, [1, 2])
+    next(ckpt.epochs(1))
+    with pytest.raises(UsageError, match="before the loop, which has begun"):
+        ckpt.register("three", prepared[3])
+    ckpt.close()
 
 
 @pytest.mark.promise("Accelerate: a loop that would not be protected, or cannot be followed, is an error with a remedy")
+@in_a_child
 def test_loops_that_would_be_unprotected(lab: Lab) -> None:
-    def body() -> None:
-        ckpt = plugin(lab)
-        model, optimizer, loader, _ = ckpt.prepare(*objects())
-        for batch in loader:
-            step(ckpt, model, optimizer, batch)
-            with pytest.raises(UsageError, match=r"`for epoch in ckpt.epochs\(n\)`.*ckpt.step"):
-                ckpt.commit()
-            break
-        epochs = ckpt.epochs(9)
-        next(epochs)
-        for batch in loader:
-            step(ckpt, model, optimizer, batch)
-        with pytest.raises(UsageError, match="expected it inside the loop over a prepared loader"):
+    ckpt = plugin(lab)
+    model, optimizer, loader, _ = ckpt.prepare(*objects())
+    for batch in loader:
+        step(ckpt, model, optimizer, batch)
+        with pytest.raises(UsageError, match=r"`for epoch in ckpt.epochs\(n\)`.*ckpt.step"):
             ckpt.commit()
-        with pytest.raises(UsageError, match=r"no step was committed: call ckpt.commit\(\)"):
-            next(epochs)
-        epochs = ckpt.epochs(9)
+        break
+    epochs = ckpt.epochs(9)
+    next(epochs)
+    for batch in loader:
+        step(ckpt, model, optimizer, batch)
+    with pytest.raises(UsageError, match="expected it inside the loop over a prepared loader"):
+        ckpt.commit()
+    with pytest.raises(UsageError, match=r"no step was committed: call ckpt.commit\(\)"):
         next(epochs)
-        for batch in loader:
-            ckpt.accelerator.backward(nn.functional.mse_loss(model(batch[0]), batch[1]))
-            assert not ckpt.commit()
-        with pytest.raises(UsageError, match=r"no optimizer has stepped: call step\(\) of the optimizer"):
-            next(epochs)
-        epochs = ckpt.epochs(9)
+    epochs = ckpt.epochs(9)
+    next(epochs)
+    for batch in loader:
+        ckpt.accelerator.backward(nn.functional.mse_loss(model(batch[0]), batch[1]))
+        assert not ckpt.commit()
+    with pytest.raises(UsageError, match=r"no optimizer has stepped: call step\(\) of the optimizer"):
         next(epochs)
-        for batch in loader:
-            step(ckpt, model, optimizer, batch)
-            assert ckpt.commit()
-            with pytest.raises(UsageError, match="called twice for one batch"):
-                ckpt.commit()
-        next(epochs)
-        batches = iter(loader)
-        step(ckpt, model, optimizer, next(batches))
-        ckpt.commit(epoch_over=True)
-        with pytest.raises(UsageError, match=r"another batch after commit\(epoch_over=True\)"):
-            next(batches)
-        ckpt.close()
+    epochs = ckpt.epochs(9)
+    next(epochs)
+    for batch in loader:
+        step(ckpt, model, optimizer, batch)
+        assert ckpt.commit()
+        with pytest.raises(UsageError, match="called twice for one batch"):
+            ckpt.commit()
+    next(epochs)
+    batches = iter(loader)
+    step(ckpt, model, optimizer, next(batches))
+    ckpt.commit(epoch_over=True)
+    with pytest.raises(UsageError, match=r"another batch after commit\(epoch_over=True\)"):
+        next(batches)
+    ckpt.close()
 
-    in_child(lab, body)
 
-
+@in_a_child
 def test_a_training_without_any_commit_ends_with_an_error(lab: Lab) -> None:
-    def body() -> None:
-        ckpt = plugin(lab)
-        model, optimizer, loader, _ = ckpt.prepare(*objects())
-        for batch in loader:
-            step(ckpt, model, optimizer, batch)
-        with pytest.raises(UsageError, match="no step was committed"):
-            ckpt.close()
-
-    in_child(lab, body)
+    ckpt = plugin(lab)
+    model, optimizer, loader, _ = ckpt.prepare(*objects())
+    for batch in loader:
+        step(ckpt, model, optimizer, batch)
+    with pytest.raises(UsageError, match="no step was committed"):
+        ckpt.close()
 
 
 def test_a_loop_without_loaders(lab: Lab) -> None:
@@ -221,15 +219,13 @@ def test_a_loop_without_loaders(lab: Lab) -> None:
         (SimpleNamespace(tp_enabled=True, cp_enabled=False), "tensor or context parallelism"),
     ],
 )
+@in_a_child
 def test_what_cannot_be_followed_is_refused_by_name(lab: Lab, found: Any, reason: str) -> None:
-    def body() -> None:
-        ckpt = plugin(lab)
-        name = "distributed_type" if isinstance(found, DistributedType) else "parallelism_config"
-        setattr(ckpt.accelerator.state, name, found)
-        with pytest.raises(UnsupportedError, match=reason):
-            ckpt.prepare(*objects())
-
-    in_child(lab, body)
+    ckpt = plugin(lab)
+    name = "distributed_type" if isinstance(found, DistributedType) else "parallelism_config"
+    setattr(ckpt.accelerator.state, name, found)
+    with pytest.raises(UnsupportedError, match=reason):
+        ckpt.prepare(*objects())
 
 
 def test_other_objects_than_before_are_refused(lab: Lab) -> None:
@@ -315,24 +311,22 @@ class Rows(GeneralTracker):
 
 
 @pytest.mark.parametrize(("every", "logs"), [(2, "all"), (2, "main"), (None, "all"), (2, "none")])
+@in_a_child
 def test_trackers_get_the_metrics(lab: Lab, every: int | None, logs: str) -> None:
-    def body() -> None:
-        rows = Rows()
-        ckpt = plugin(lab, {"log_metrics": logs}, log_every=every, accelerator={"log_with": [rows]})
-        ckpt.accelerator.init_trackers("project")
-        train(ckpt, 2, *ckpt.prepare(*objects()))
-        assert [number for number, _ in rows.rows] == ([2, 4, 6] if every and logs != "none" else [])
-        for number, values in rows.rows:
-            page = (ROOT / "docs/observability.md").read_text().partition("## In your loggers")[2]
-            described = r"^\| (?:\*\*)?`(memckpt/\w+)`" if logs == "all" else r"^\| \*\*`(memckpt/\w+)`"
-            assert set(values) == set(re.findall(described, page, re.MULTILINE)), "each is described"
-            assert (values["memckpt/attempt"], values["memckpt/alarms"]) == (1.0, 0.0)
-            if logs == "all":
-                assert values["memckpt/step"] == number
-                assert values["memckpt/held_bytes"] > 0
-        ckpt.close()
-
-    in_child(lab, body)
+    rows = Rows()
+    ckpt = plugin(lab, {"log_metrics": logs}, log_every=every, accelerator={"log_with": [rows]})
+    ckpt.accelerator.init_trackers("project")
+    train(ckpt, 2, *ckpt.prepare(*objects()))
+    assert [number for number, _ in rows.rows] == ([2, 4, 6] if every and logs != "none" else [])
+    for number, values in rows.rows:
+        page = (ROOT / "docs/observability.md").read_text().partition("## In your loggers")[2]
+        described = r"^\| (?:\*\*)?`(memckpt/\w+)`" if logs == "all" else r"^\| \*\*`(memckpt/\w+)`"
+        assert set(values) == set(re.findall(described, page, re.MULTILINE)), "each is described"
+        assert (values["memckpt/attempt"], values["memckpt/alarms"]) == (1.0, 0.0)
+        if logs == "all":
+            assert values["memckpt/step"] == number
+            assert values["memckpt/held_bytes"] > 0
+    ckpt.close()
 
 
 # What is left
@@ -374,22 +368,20 @@ def test_a_loop_that_is_never_entered_leaves_what_is_held(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("loading", [{}, {"dispatch_batches": True}, {"use_stateful_dataloader": True}], ids=str)
+@in_a_child
 def test_nothing_stays_on_loaders_and_optimizers(lab: Lab, loading: dict[str, Any]) -> None:
-    def body() -> None:
-        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**loading))
-        ckpt = MemCheckpointPlugin(accelerator, lab.run_dir, config=config())
-        model, optimizer, loader, _ = ckpt.prepare(*objects())
-        assert accelerator._dataloaders == [loader], "it is the object that Accelerate knows"
-        assert isinstance(loader, DataLoader)
-        train(ckpt, 1, model, optimizer, loader)
-        ckpt.close()
-        assert type(loader).__module__ == "accelerate.data_loader"
-        assert type(loader.base_dataloader).__module__.startswith("torch")
-        assert not [name for name in (*vars(loader), *vars(loader.base_dataloader)) if "memckpt" in name]
-        assert not optimizer.optimizer._optimizer_step_post_hooks
-        assert len(list(loader)) == 3
-
-    in_child(lab, body)
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**loading))
+    ckpt = MemCheckpointPlugin(accelerator, lab.run_dir, config=config())
+    model, optimizer, loader, _ = ckpt.prepare(*objects())
+    assert accelerator._dataloaders == [loader], "it is the object that Accelerate knows"
+    assert isinstance(loader, DataLoader)
+    train(ckpt, 1, model, optimizer, loader)
+    ckpt.close()
+    assert type(loader).__module__ == "accelerate.data_loader"
+    assert type(loader.base_dataloader).__module__.startswith("torch")
+    assert not [name for name in (*vars(loader), *vars(loader.base_dataloader)) if "memckpt" in name]
+    assert not optimizer.optimizer._optimizer_step_post_hooks
+    assert len(list(loader)) == 3
 
 
 def test_what_cannot_be_exact_is_said(lab: Lab) -> None:
@@ -432,19 +424,6 @@ def test_importing_one_adapter_imports_no_other(checks: dict[str, list[str]]) ->
     }
     problems = {name: process.communicate(timeout=120)[1] for name, process in running.items()}
     assert {name: problems[name] for name, process in running.items() if process.returncode} == {}
-
-
-def test_messages_are_shown_unless_logging_is_configured() -> None:
-    from memckpt.user_messages import show_by_default
-
-    logger = logging.Logger("own")
-    logger.parent = logging.getLogger()
-    show_by_default(logger)
-    assert logger.level == logging.INFO
-    configured = logging.Logger("configured", logging.ERROR)
-    configured.parent = logging.getLogger()
-    show_by_default(configured)
-    assert configured.level == logging.ERROR
 
 
 def test_a_loader_that_is_prepared_later_and_was_left_early_is_said() -> None:
