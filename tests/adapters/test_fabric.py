@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from memckpt.errors import UnsupportedError
-from memckpt.session.loop import bare_loader, bare_model, bare_optimizer
+from memckpt.session.loop import bare_model
 from tests.support.trainings.data_jobs import NONE
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.hand_loops import Process, survives
@@ -90,23 +90,6 @@ def test_a_loop_over_epochs(lab: Lab, strategy: str, ranks: int) -> None:
     log = survives(lab, loop, kills, kind=kind, ranks=ranks)
     tap = {"auto": "", "ddp": " (DDP communication hook)", "fsdp2": " (reduced shards)"}[strategy]
     assert f"tap: streaming{tap}, " in log
-
-
-def test_what_fabric_wraps_is_found() -> None:
-    fabric = Fabric(accelerator="cpu", devices=1)
-    original = nn.Linear(2, 2)
-    inner = torch.optim.SGD(original.parameters(), 0.1)
-    model, optimizer = fabric.setup(original, inner)
-    assert bare_model(model) == (original, None)
-    assert bare_optimizer(optimizer) is inner
-    assert bare_model(original) == (original, None)
-    assert bare_optimizer(inner) is inner
-    plain = make("shuffle", NONE)
-    loader = fabric.setup_dataloaders(plain)
-    found, counter = bare_loader(loader)
-    assert type(found) is type(plain)
-    assert counter is loader
-    assert bare_loader(plain) == (plain, None)
 
 
 @pytest.mark.parametrize("package", ["deepspeed", "dp"])

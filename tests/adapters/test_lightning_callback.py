@@ -476,22 +476,6 @@ def test_copies_of_the_module_in_training_are_their_own(tmp_path: Path, sessions
         assert each.on_train_batch_end.__self__ is each
 
 
-def test_shadows_give_back_what_was_there() -> None:
-    class Thing:
-        def name(self) -> str:
-            return "class"
-
-    thing, other = Thing(), Thing()
-    other.name = lambda: "own"  # type: ignore[method-assign]
-    shadows = Shadows()
-    for each in (thing, other):
-        shadows.put(each, "name", lambda original: original() + " shadowed")
-    assert [thing.name(), other.name()] == ["class shadowed", "own shadowed"]
-    shadows.remove_all()
-    assert [thing.name(), other.name()] == ["class", "own"]
-    assert "name" not in vars(thing)
-
-
 def test_a_shadow_under_a_later_one_becomes_the_original() -> None:
     class Thing:
         def name(self) -> str:
