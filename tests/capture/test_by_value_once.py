@@ -37,15 +37,6 @@ from tests.support.trainings.specs import averaged, averaged_spec, ring_spec
 # Who shares, and what that takes
 
 
-def test_an_average_is_held_once_a_node() -> None:
-    once = Layout(averaged_spec(2))
-    each = Layout(msgspec.structs.replace(once.spec, shared=()))
-    assert once.spec.shared == ("average.weight",)  # the bias is small
-    assert once.by_value_ring == each.by_value_ring == 3 + 1
-    # Of the node, in MiB: 11 slots of a gradient (4) and anchors (1.5); 4 times the average of one rank or of two (4).
-    assert [round(one.total_bytes / 2**20) for one in (each, once)] == [93, 77]
-
-
 @pytest.mark.parametrize(
     "request_of",
     [{"mode": "eager"}, {"mode": "snapshot", "period": 1, "every": 5}, {"reads_late": True}, {"local_ranks": (0,)}],

@@ -32,8 +32,7 @@ from memckpt.protocol.trainer import Commit, GenerationCommit
 from memckpt.recovery.restore import Restorer
 from memckpt.replication.coding.blob import BlobReader, Extent, Room
 from memckpt.replication.coding.code import Code
-from memckpt.replication.keeping.outgoing import rooms_for
-from memckpt.state.layout import HEADER_BYTES, Layout
+from memckpt.state.layout import Layout
 from memckpt.state.records import RecordMeta, Timeline, encode_meta
 from memckpt.state.redo import tensor_at
 from memckpt.state.spec import StateSpec, TensorSpec
@@ -46,17 +45,6 @@ from tests.support.trainings.engine_training import Case
 from tests.support.trainings.specs import averaged_spec, ring_spec
 
 # What it takes
-
-
-def test_an_average_takes_as_many_copies_as_records_can_be_restored() -> None:
-    spec = averaged_spec(2, shares=False)
-    average = 4 * (1024 * 1024 + 1024)
-    before = Layout(msgspec.structs.replace(spec, by_value_slots=0))
-    after = Layout(spec)
-    assert (before.by_value_ring, after.by_value_ring) == (8 + 3, 3 + 1)
-    assert before.slots_bytes - after.slots_bytes == 7 * (2 * average + HEADER_BYTES)
-    # Of the node, in MiB: 11 slots of a gradient (4) and anchors (1.5); 11 or 4 times the averages of two ranks (8).
-    assert [round(one.total_bytes / 2**20) for one in (before, after)] == [149, 93]
 
 
 @pytest.mark.parametrize(
@@ -313,23 +301,6 @@ def test_a_state_is_handed_out_with_the_by_value_tensors_of_its_record() -> None
         with closing_all(regions):
             assert result.problem == ""
             check_right(records, result, regions, record=12)
-
-
-def test_bytes_of_a_record_go_to_both_of_its_slots() -> None:
-    layout = Layout(average_spec(2, 3, 2, 3))
-    region = Region.create("slots", layout.slots_bytes)
-    with closing(region):
-        begin, nbytes = layout.by_value_area()
-        rooms = rooms_for(layout, region.map, 7)
-        assert [(room.offset, room.view.nbytes) for room in rooms] == [(0, begin), (begin, nbytes)]
-        for room in rooms:
-            room.view[:] = bytes([1]) * room.view.nbytes
-        start = layout.by_value_base(7)
-        assert start - layout.by_value_slot_offset(7) == 4096
-        assert [layout.by_value_offsets(rank) for rank in (0, 1)] == [[0], [64]]
-        assert region.map[start : start + nbytes] == bytes([1]) * nbytes
-        assert region.map[:].count(1) == begin + nbytes
-        del rooms, room
 
 
 @pytest.mark.parametrize("extent", [Extent(3, 2), Extent(4, 4), Extent(9, 3), Extent(0, 8)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from memckpt.capture.live_state import LiveState
 from memckpt.capture.spec_request import SpecRequest
 from memckpt.capture.watch import _memory_of
 from memckpt.state import codec
-from memckpt.state.tensors import bits_of, same_bits
+from memckpt.state.tensors import same_bits
 
 
 class Kinds(torch.nn.Module):
@@ -151,17 +150,3 @@ def test_memory_that_is_given_up_is_not_read() -> None:
     given_up.untyped_storage().resize_(0)
     assert _Sampler([given_up]).sample_tensors(1, [given_up]) == []
     assert bytes(_memory_of(given_up)) == b""
-
-
-@pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "odd"])
-@pytest.mark.parametrize("record", [0, 7, 1_000_003])
-def test_a_sample_has_the_strided_elements_of_each_tensor_in_turn(record: int, offset: int) -> None:
-    tensors = [torch.randn(numel) for numel in (1, 3, 300, 70_000)]
-    tensors.append(
-        torch.frombuffer(bytearray(random.Random(3).randbytes(41)), dtype=torch.float32, offset=offset, count=10)
-    )
-    sampler = _Sampler(tensors)
-    (taken,) = sampler.sample_tensors(record, tensors)
-    (group,) = sampler._groups.values()
-    parts = [bits_of(tensors[position])[record % stride :: stride] for position, stride in group]
-    assert taken.tolist() == torch.cat(parts).tolist()

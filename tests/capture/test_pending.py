@@ -81,6 +81,22 @@ def gradients_of(model: nn.Module) -> list[Tensor]:
     return [param.grad for param in model.parameters() if param.grad is not None]
 
 
+def resumed() -> tuple[nn.Module, torch.optim.Optimizer, LiveState, list[str]]:
+    """A model whose gradients of zeros stand for those that no record holds; and what is said of their use."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    live, told = LiveState(model, [optimizer], {}), list[str]()
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    DroppedGradients(live, list(model.parameters()), told.append)
+    return model, optimizer, live, told
+
+
+def backward(model: nn.Module, live: LiveState) -> None:
+    model(torch.ones(1, 3)).sum().backward()
+    live.left.compare_gradients("family", list(model.parameters()), model.weight)
+
+
 #: Ways in which training deals with gradients, and whether that uses their values.
 WAYS: dict[str, tuple[Callable[[nn.Module, torch.optim.Optimizer], object], bool]] = {
     "set to None": (lambda model, optimizer: optimizer.zero_grad(), False),
@@ -111,17 +127,11 @@ WAYS: dict[str, tuple[Callable[[nn.Module, torch.optim.Optimizer], object], bool
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_uses_gradients_that_no_record_holds(way: str) -> None:
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    live, told = LiveState(model, [optimizer], {}), list[str]()
-    for param in model.parameters():
-        param.grad = torch.zeros_like(param)
-    DroppedGradients(live, list(model.parameters()), told.append)
+    model, optimizer, live, told = resumed()
     use, reads = WAYS[way]
     use(model, optimizer)
     live.left.known = True
-    model(torch.ones(1, 3)).sum().backward()
-    live.left.compare_gradients("family", list(model.parameters()), model.weight)
+    backward(model, live)
     assert len(told) == reads
     assert all(type(param.grad) is torch.Tensor for param in model.parameters())
     assert torch.equal(model.weight.grad, torch.ones(2, 3))  # type: ignore[arg-type]  # there is one
@@ -129,16 +139,11 @@ def test_what_uses_gradients_that_no_record_holds(way: str) -> None:
 
 def test_gradients_that_are_kept_beside_the_next_and_then_read() -> None:
     """As by Barzilai and Borwein's rates, and gradients of rates."""
-    model = nn.Linear(3, 2)
-    live, told = LiveState(model, [torch.optim.SGD(model.parameters(), 0.1)], {}), list[str]()
-    for param in model.parameters():
-        param.grad = torch.zeros_like(param)
-    DroppedGradients(live, list(model.parameters()), told.append)
+    model, _, live, told = resumed()
     before = gradients_of(model)
     model.zero_grad()
     live.left.known = True
-    model(torch.ones(1, 3)).sum().backward()
-    live.left.compare_gradients("family", list(model.parameters()), model.weight)
+    backward(model, live)
     assert not told
     for _ in range(2):
         sum((one * other).sum() for one, other in zip(before, gradients_of(model), strict=True))
@@ -148,12 +153,7 @@ def test_gradients_that_are_kept_beside_the_next_and_then_read() -> None:
 @pytest.mark.parametrize("use", ["none", "read", "added to"])
 def test_gradients_of_a_skipped_step_stand_for_others_behind_a_resume(use: str) -> None:
     """They are assumed to be dropped: zeros of them that are read are no less wrong than those of a step."""
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    live, told, failed = LiveState(model, [optimizer], {}), list[str](), list[str]()
-    for param in model.parameters():
-        param.grad = torch.zeros_like(param)
-    DroppedGradients(live, list(model.parameters()), told.append)
+    (model, optimizer, live, told), failed = resumed(), list[str]()
     pending = PendingGradients([optimizer], failed.append)
     pending.resume({"thrown_away": [[[0], True]], "left": [[0]]})
     live.left.known = True
@@ -171,14 +171,10 @@ def test_gradients_of_a_skipped_step_stand_for_others_behind_a_resume(use: str) 
 @pytest.mark.parametrize("zeroed", [False, True])
 def test_gradients_that_are_added_to_where_no_record_holds_them(zeroed: bool) -> None:
     """It was not known yet whether they are dropped or zeroed."""
-    model = nn.Linear(3, 2)
-    live, told = LiveState(model, [torch.optim.SGD(model.parameters(), 0.1)], {}), list[str]()
-    for param in model.parameters():
-        param.grad = torch.zeros_like(param)
-    DroppedGradients(live, list(model.parameters()), told.append)
-    model.zero_grad(set_to_none=False) if zeroed else None
-    model(torch.ones(1, 3)).sum().backward()
-    live.left.compare_gradients("family", list(model.parameters()), model.weight)
+    model, _, live, told = resumed()
+    if zeroed:
+        model.zero_grad(set_to_none=False)
+    backward(model, live)
     assert len(told) == (not zeroed)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import random
 from collections.abc import Callable, Iterable
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 from memckpt.capture import self_test
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.self_test import MOST_RECORDS, STEPS, SelfTest
-from memckpt.state.optimizers import StateDescription, describe_state, rebuild_like, try_steps
+from memckpt.state.optimizers import StateDescription, describe_state, try_steps
 from tests.support.faults.frozen import freeze
 from tests.support.trainings.engine_optimizers import Counting, GlobalNoise, Inner, Momentum, Norm, OwnNoise, Plain
 
@@ -224,18 +223,6 @@ def test_nothing_of_the_users_is_touched(make: Make) -> None:
     random.seed(1)
     np.random.seed(1)
     assert run(True) == expected
-
-
-def test_a_sibling_shares_nothing_with_the_live_optimizer() -> None:
-    model = model_of()
-    optimizer = Scribbling(model.parameters())
-    piece = nn.Parameter(torch.zeros(3))
-    piece.grad = torch.ones(3)
-    before = copy.deepcopy([optimizer.seen, optimizer.sums, optimizer.table])
-    sibling = rebuild_like(optimizer, [{"params": [piece], "lr": 0.1}])
-    sibling.step()
-    assert freeze([optimizer.seen, optimizer.sums, optimizer.table]) == freeze(before)
-    assert len(vars(sibling)["seen"]) == 1
 
 
 def test_a_list_of_parameters_in_an_attribute_never_leads_to_the_live_ones() -> None:

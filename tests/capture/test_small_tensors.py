@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import random
 import sys
 from math import prod
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 import memckpt
-from memckpt.capture.by_value import AnchorCopies, Place, Places
+from memckpt.capture.by_value import AnchorCopies, Place
 from memckpt.capture.copier import HostCopier
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import stop_agent
@@ -23,7 +22,6 @@ from memckpt.state.layout import Piece, aligned
 from memckpt.state.optimizers import dtype_name
 from memckpt.state.redo import tensor_at
 from memckpt.state.spec import ITEM_BYTES, OwnerSpec, ParamSpec, StateTensorSpec, TensorSpec
-from memckpt.state.tensors import Fixed, version
 
 
 def _placed(shapes: list[tuple[tuple[int, ...], str]], first: int = 0) -> tuple[list[Place], int]:
@@ -33,27 +31,6 @@ def _placed(shapes: list[tuple[tuple[int, ...], str]], first: int = 0) -> tuple[
         places.append((offset, shape, dtype))
         offset += aligned(prod(shape) * ITEM_BYTES[dtype])
     return places, offset
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_places_are_views_of_just_these_bytes(seed: int) -> None:
-    draw = random.Random(seed)
-    choices = [(), (0,), (1,), (7,), (3, 5), (0, 4), (2, 3, 4)]
-    shapes = [(draw.choice(choices), draw.choice(["float32", "bfloat16", "int64", "bool"])) for _ in range(40)]
-    places, end = _placed(shapes, first=draw.choice([0, 4096]))
-    draw.shuffle(places)  # pieces lie in another order than parameters
-    base = draw.choice([0, 8192])
-    buffer = mmap.mmap(-1, base + end + 64)
-    buffer[:] = random.Random(seed).randbytes(len(buffer))
-    views = Places(places).at(buffer, base)
-    assert len(views) == len(places)
-    for view, (offset, shape, dtype) in zip(views, places, strict=True):
-        expected = tensor_at(buffer, base + offset, shape, dtype)
-        assert view.shape == expected.shape
-        assert view.dtype == expected.dtype
-        assert view.is_contiguous()
-        if view.numel():
-            assert view.data_ptr() == expected.data_ptr()
 
 
 class _Lab:
@@ -155,16 +132,6 @@ def test_anchors_of_others_are_not_copied(mine: tuple[bool, ...]) -> None:
     assert lab.copied() == list(mine)
     for (piece, _), copied in zip(lab.pieces, mine, strict=True):
         assert copied or lab.buffer[piece.offset : piece.offset + piece.nbytes] == b"x" * piece.nbytes
-
-
-def test_counters_and_addresses_are_those_of_each_tensor() -> None:
-    tensors = [torch.zeros(3), nn.Parameter(torch.zeros(2, 2)), torch.zeros(())]
-    tensors[0].add_(1)
-    with torch.no_grad():
-        tensors[1].add_(1).add_(1)
-    fixed = Fixed(tensors)
-    assert fixed.versions() == [version(tensor) for tensor in tensors] == [1, 2, 0]
-    assert fixed.pointers() == [tensor.data_ptr() for tensor in tensors]
 
 
 def _calls_of_a_commit(layers: int, run_dir: Path) -> int:

@@ -55,11 +55,33 @@ def steps(model: nn.Module) -> Iterator[int]:
         yield step
 
 
-def module_average(model: nn.Module, look: Callable[[], None]) -> None:
+def nothing() -> None:
+    """Stand for a restore where nothing is held."""
+
+
+def averaged(model: nn.Module, look: Callable[[], None], restore: Callable[[], None] = nothing) -> None:
     average = copy.deepcopy(model)
+    restore()
     for _ in steps(model):
         for ours, param in zip(average.parameters(), model.parameters(), strict=True):
             ours.data.lerp_(param.data, 0.1)
+        look()
+
+
+def averaged_in_a_dict(model: nn.Module, look: Callable[[], None], restore: Callable[[], None] = nothing) -> None:
+    average = weights(model)
+    restore()
+    for _ in steps(model):
+        for name, param in model.named_parameters():
+            average[name].lerp_(param.detach(), 0.1)
+        look()
+
+
+def frozen_teacher(model: nn.Module, look: Callable[[], None], restore: Callable[[], None] = nothing) -> None:
+    teacher = copy.deepcopy(model)
+    restore()
+    for _ in steps(model):
+        teacher(torch.ones(3))
         look()
 
 
@@ -73,17 +95,9 @@ def evaluated(model: nn.Module, look: Callable[[], None]) -> None:
         look()
 
 
-def written_dict(model: nn.Module, look: Callable[[], None]) -> None:
-    average = weights(model)
-    for _ in steps(model):
-        for name, param in model.named_parameters():
-            average[name].lerp_(param.detach(), 0.1)
-        look()
-
-
 def with_an_empty_weight(model: nn.Module, look: Callable[[], None]) -> None:
     model.unused = nn.Linear(0, 2, bias=False)
-    written_dict(model, look)
+    averaged_in_a_dict(model, look)
 
 
 def late_and_nested(model: nn.Module, look: Callable[[], None]) -> None:
@@ -144,16 +158,14 @@ def reloaded_each_step(model: nn.Module, look: Callable[[], None]) -> None:
         look()
 
 
-def idle_teacher(model: nn.Module, look: Callable[[], None]) -> None:
-    teacher = copy.deepcopy(model)
-    for _ in steps(model):
-        teacher(torch.ones(3))
-        look()
+def watched() -> tuple[nn.Module, LoopVariables, list[str]]:
+    """A model, who looks for averages of it, and what is said of them."""
+    model, said = nn.Linear(3, 2), list[str]()
+    return model, LoopVariables(lambda: [model], lambda: [model], said.append), said
 
 
 def said_of(loop: Callable[[nn.Module, Callable[[], None]], None], **provided: Any) -> list[str]:
-    model, said = nn.Linear(3, 2), list[str]()
-    variables = LoopVariables(lambda: [model], lambda: [model], said.append)
+    model, variables, said = watched()
     loop(model, lambda: variables.look(provided))
     return said
 
@@ -162,10 +174,10 @@ def said_of(loop: Callable[[nn.Module, Callable[[], None]], None], **provided: A
 @pytest.mark.parametrize(
     ("loop", "name"),
     [
-        (module_average, "the variable average of module_average(), a Linear,"),
+        (averaged, "the variable average of averaged(), a Linear,"),
         (evaluated, "the variable average of evaluated(), a Linear,"),
-        (with_an_empty_weight, "the variable average of written_dict()"),
-        (written_dict, "the variable average of written_dict()"),
+        (with_an_empty_weight, "the variable average of averaged_in_a_dict()"),
+        (averaged_in_a_dict, "the variable average of averaged_in_a_dict()"),
         (late_and_nested, "the variable held of late_and_nested()"),
         (replaced_in_an_object, "the variable average.shadow of replaced_in_an_object()"),
         (of_a_trainer, "the variable self.average.shadow of fit()"),
@@ -178,7 +190,7 @@ def test_an_average_is_named_once(loop: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "loop", [made_anew, of_the_model, of_the_optimizer, of_another_shape, reloaded_each_step, idle_teacher]
+    "loop", [made_anew, of_the_model, of_the_optimizer, of_another_shape, reloaded_each_step, frozen_teacher]
 )
 def test_what_is_no_average_is_not_named(loop: Any) -> None:
     assert not said_of(loop)
@@ -187,25 +199,7 @@ def test_what_is_no_average_is_not_named(loop: Any) -> None:
 # Resumes: what a new process has in its variables, and what the record's had
 
 
-def averaged(model: nn.Module, restore: Callable[[], None], commit: Callable[[], None]) -> None:
-    average = copy.deepcopy(model)
-    restore()
-    for _ in steps(model):
-        for ours, param in zip(average.parameters(), model.parameters(), strict=True):
-            ours.data.lerp_(param.data, 0.1)
-        commit()
-
-
-def averaged_in_a_dict(model: nn.Module, restore: Callable[[], None], commit: Callable[[], None]) -> None:
-    average = weights(model)
-    restore()
-    for _ in steps(model):
-        for name, param in model.named_parameters():
-            average[name].lerp_(param.detach(), 0.1)
-        commit()
-
-
-def begun_in_the_second_step(model: nn.Module, restore: Callable[[], None], commit: Callable[[], None]) -> None:
+def begun_in_the_second_step(model: nn.Module, commit: Callable[[], None], restore: Callable[[], None]) -> None:
     average = None
     restore()
     for step in steps(model):
@@ -215,15 +209,7 @@ def begun_in_the_second_step(model: nn.Module, restore: Callable[[], None], comm
     del average
 
 
-def frozen_teacher(model: nn.Module, restore: Callable[[], None], commit: Callable[[], None]) -> None:
-    teacher = copy.deepcopy(model)
-    restore()
-    for _ in steps(model):
-        teacher(torch.ones(3))
-        commit()
-
-
-def made_in_each_step(model: nn.Module, restore: Callable[[], None], commit: Callable[[], None]) -> None:
+def made_in_each_step(model: nn.Module, commit: Callable[[], None], restore: Callable[[], None]) -> None:
     restore()
     for _ in steps(model):
         old = copy.deepcopy(model)
@@ -260,7 +246,7 @@ def resumed(loop: Any, commits: int, **provided: Any) -> list[str]:
                 raise Killed
 
         with pytest.raises(Killed):
-            loop(model, restore, lambda variables=variables: commit(variables))
+            loop(model, lambda variables=variables: commit(variables), restore)
     return reasons
 
 
@@ -286,8 +272,7 @@ def test_a_resume_says_nothing_of_what_is_as_it_was_or_made_anew(loop: Any, comm
 
 
 def test_what_is_provided_is_carried() -> None:
-    model, said = nn.Linear(3, 2), list[str]()
-    variables = LoopVariables(lambda: [model], lambda: [model], said.append)
+    model, variables, said = watched()
     average = Average(model)
     provide = lambda: variables.look({"average": {name: one.clone() for name, one in average.shadow.items()}})  # noqa: E731
     updated_by(average, model, provide)
@@ -364,13 +349,12 @@ def test_whatever_is_in_a_variable_training_goes_on(number: int) -> None:
 
 
 def test_what_another_session_carries_is_carried() -> None:
-    model, other, said = nn.Linear(3, 2), nn.Linear(3, 2), list[str]()
-    variables = LoopVariables(lambda: [model], lambda: [model], said.append)
-    beside = LoopVariables(lambda: [other], lambda: [other], said.append)
+    (model, variables, said), (other, beside, said_beside) = watched(), watched()
     for _ in zip(steps(model), steps(other), strict=True):
         variables.look({})
         beside.look({})
     assert not said
+    assert not said_beside
 
 
 def keeps_a_batch(look: Callable[[], None]) -> bool:
@@ -383,22 +367,19 @@ def keeps_a_batch(look: Callable[[], None]) -> bool:
 
 
 def test_a_look_keeps_nothing_alive() -> None:
-    model, said = nn.Linear(3, 2), list[str]()
-    variables = LoopVariables(lambda: [model], lambda: [model], said.append)
+    _, variables, _ = watched()
     assert not keeps_a_batch(lambda: variables.look({}))
 
 
 def test_a_dict_of_variables_that_the_script_has_stays_whole() -> None:
-    model, said = nn.Linear(3, 2), list[str]()
-    variables = LoopVariables(lambda: [model], lambda: [model], said.append)
+    model, variables, said = watched()
     settings = locals()
     variables.look({})
     assert sorted(settings) == ["model", "said", "variables"]
 
 
 def test_names_that_were_made_by_exec_stay() -> None:
-    model, said = nn.Linear(3, 2), list[str]()
-    variables = LoopVariables(lambda: [model], lambda: [model], said.append)
+    _, variables, _ = watched()
     exec("made = 3")
     variables.look({})
     assert eval("made") == 3

@@ -8,13 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from memckpt.capture import data
-from memckpt.capture.data.sampler_tap import index_digest
 from tests.support.cluster.processes import be_subreaper
 from tests.support.trainings.data_jobs import NONE, TWO, each_kind_of_workers, in_child
 from tests.support.trainings.loader_cases import BATCHES, Workers, make
@@ -26,33 +24,6 @@ def _orphans_come_to_us() -> Iterator[None]:
     be_subreaper(True)
     yield
     be_subreaper(False)
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize("name", ["shuffle", "stateful"])
-def test_the_loader_stays_the_users_own(name: str) -> None:
-    loader = make(name, NONE)
-    before, kind = dict(vars(loader)), type(loader)
-    stateful = hasattr(loader, "state_dict")
-    data.graft(loader)
-    graft = type(loader)
-    data.graft(loader)
-    assert type(loader) is graft
-    assert data.is_grafted(loader)
-    assert isinstance(loader, kind)
-    assert hasattr(loader, "state_dict") == stateful
-    list(loader)
-    added = vars(loader).keys() - before.keys()
-    assert all(name.startswith("_") for name in added)
-    assert loader.sampler is before["sampler"]
-    assert loader.collate_fn is before["collate_fn"]
-    data.release(loader)
-    assert type(loader) is kind
-    assert not data.is_grafted(loader)
-    assert {**vars(loader), "_iterator": None} == before
-    assert type(loader._iterator).__module__.startswith(("torch", "builtins"))
-    data.release(loader)
-    assert len(list(loader)) == BATCHES
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -122,13 +93,3 @@ def _plain(state: Any) -> Any:
     if isinstance(state, torch.Tensor):
         return state.tolist()
     return {key: _plain(value) for key, value in state.items()} if isinstance(state, dict) else state
-
-
-def test_checksums_of_indices() -> None:
-    seen = [
-        index_digest(index, 0)
-        for index in ([1, 2], [2, 1], [[1], [2]], 1, "1", None, [True, "a"], ["a", True], {"a": 1}, (1.5, 2))
-    ]
-    assert len(set(seen)) == len(seen)
-    assert index_digest([1, 2], 0) == index_digest([np.int64(1), torch.tensor(2)], 0)
-    assert index_digest([object()], 0) == index_digest([object()], 0)

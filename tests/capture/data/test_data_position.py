@@ -30,7 +30,6 @@ from tests.support.trainings.data_jobs import (
     PERSISTENT,
     TWO,
     Job,
-    Tamper,
     Trainer,
     each_kind_of_workers,
     in_child,
@@ -99,16 +98,6 @@ def test_a_chain_of_killed_runs_sees_what_one_ungrafted_run_sees(name: str, work
 
 
 @each_kind_of_workers
-@pytest.mark.parametrize("name", ["own-generator", "stateful"])
-def test_an_epoch_that_ends_before_its_data_does(name: str, workers: Workers, tmp_path: Path) -> None:
-    job = Job(lambda: make(name, workers), tmp_path, limit=3)
-    expected = job.uninterrupted()
-    assert len(expected.steps) == EPOCHS * 3
-    assert job.uninterrupted(grafted=True) == expected
-    assert job.chain([2, 3, 5]) == expected
-
-
-@each_kind_of_workers
 def test_the_order_of_iterating_and_restoring_the_generators_is_free(workers: Workers, tmp_path: Path) -> None:
     job = Job(lambda: make("own-generator", workers), tmp_path, epochs=2, iterate_first=True)
     assert job.chain([4, 6]) == job.uninterrupted()
@@ -130,14 +119,6 @@ def test_spawned_workers(tmp_path: Path) -> None:
     job = Job(lambda: make("init-fn", Workers(1, start="spawn")), tmp_path)
     forked = Job(lambda: make("init-fn", Workers(1)), tmp_path)
     assert job.chain([8]) == forked.uninterrupted()
-
-
-@each_kind_of_workers
-def test_a_stream_is_read_again_up_to_the_position(workers: Workers, tmp_path: Path) -> None:
-    job = Job(lambda: make("iterable", workers), tmp_path, epochs=2)
-    expected = job.uninterrupted()
-    assert job.uninterrupted(grafted=True) == expected
-    assert job.chain([2, 7]) == expected
 
 
 class GoesOn(IterableDataset[Any]):
@@ -222,48 +203,6 @@ def test_a_pass_that_is_over_is_not_read_again_in_vain(dataset: Any, passes: int
     assert resumed.read["samples"] == read
 
 
-def test_what_was_consumed_counts_not_what_was_fetched_ahead(tmp_path: Path) -> None:
-    def count() -> tuple[int, int]:
-        loader = make("shuffle", TWO)
-        data.graft(loader)
-        iterator = iter(loader)
-        next(iterator)
-        current = data.position(loader)["pass"]
-        return current["batches"], current["dispatched"]
-
-    assert in_child(tmp_path / "result", count) == (1, 5)
-
-
-@each_kind_of_workers
-@pytest.mark.parametrize("name", ["shuffle", "iterable"])
-@pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_batches_a_wrapper_holds_are_handed_out_again(ahead: int, name: str, workers: Workers, tmp_path: Path) -> None:
-    """Without workers the augmentation of those is not the same: they are loaded at another time."""
-
-    def indices(batch: Any) -> Any:
-        return batch[0].tolist() if workers == NONE else repr(batch)
-
-    def start() -> tuple[dict[str, Any], list[Any]]:
-        torch.manual_seed(1)
-        loader = make(name, workers)
-        data.graft(loader)
-        iterator = iter(loader)
-        for _ in range(4):
-            next(iterator)
-        return data.position(loader, ahead=ahead), [indices(batch) for batch in iterator]
-
-    def again(position: dict[str, Any]) -> list[Any]:
-        loader = make(name, workers)
-        data.graft(loader)
-        data.resume(loader, position)
-        return [indices(batch) for batch in loader]
-
-    position, rest = in_child(tmp_path / "result", start)
-    repeated = in_child(tmp_path / "result", lambda: again(position))
-    assert len(repeated) == ahead + len(rest)
-    assert repeated[ahead:] == rest
-
-
 @each_kind_of_workers
 def test_a_resumed_loader_may_be_iterated_twice_before_it_is_used(workers: Workers, tmp_path: Path) -> None:
     def start() -> tuple[dict[str, Any], list[Any]]:
@@ -311,66 +250,6 @@ def test_skipped_samples_are_not_loaded(workers: Workers, tmp_path: Path) -> Non
     expected = list(range(3 * BATCH, SAMPLES))
     assert in_child(tmp_path / "result", lambda: rest(position)) == expected
     assert sorted(loaded(tmp_path / "log")) == expected
-
-
-# -- each of these takes one thing out of the resume; the oracle above has to notice
-
-
-def _other_phase() -> dict[str, Any]:
-    with rng.preserved():
-        torch.rand(7), random.random(), np.random.rand()
-        return {"global": rng.capture(), "own": {"generators": {}, "attributes": {}}}
-
-
-def _without_global_generators(state: dict[str, Any]) -> None:
-    state["rng"] = None
-
-
-def _without_construction(state: dict[str, Any]) -> None:
-    state["position"]["pass"]["construction"] = _other_phase()
-
-
-def _without_worker_states(state: dict[str, Any]) -> None:
-    state["position"]["pass"]["worker_states"] = {}
-
-
-def _without_own_state(state: dict[str, Any]) -> None:
-    state["position"]["own"] = {"generators": {}, "attributes": {}}
-
-
-def _without_dispatched_ahead(state: dict[str, Any]) -> None:
-    current = state["position"]["pass"]
-    current.update(dispatched=current["batches"], dispatched_digest=current["digest"], sampler_ended=False)
-
-
-@pytest.mark.parametrize(
-    ("name", "workers", "limit", "kill_at", "tamper"),
-    [
-        ("shuffle", NONE, None, 3, _without_global_generators),
-        ("shuffle", TWO, None, 3, _without_worker_states),
-        ("shuffle", TWO, None, 3, _without_global_generators),
-        ("shuffle", TWO, None, 1, _without_construction),
-        ("shuffle", PERSISTENT, 3, 1, _without_construction),
-        ("random-object", TWO, None, 3, _without_dispatched_ahead),
-        ("own-generator", NONE, None, 3, _without_own_state),
-        ("random-object", NONE, None, 3, _without_own_state),
-        ("epoch-counter", NONE, 3, 3, _without_own_state),
-    ],
-)
-def test_negative_control(
-    name: str, workers: Workers, limit: int | None, kill_at: int, tamper: Tamper, tmp_path: Path
-) -> None:
-    job = Job(lambda: make(name, workers), tmp_path, epochs=2, limit=limit, tamper=tamper)
-    assert job.chain([kill_at]) != job.uninterrupted()
-
-
-def test_negative_control_of_the_sampler_start(tmp_path: Path) -> None:
-    def _without_sampler_start(state: dict[str, Any]) -> None:
-        state["position"]["pass"]["sampler_start"] = [_other_phase()] * 2
-
-    job = Job(lambda: make("shuffle", NONE), tmp_path, tamper=_without_sampler_start)
-    with pytest.raises(data.DataPositionError, match="RandomSampler does not repeat"):
-        job.chain([3])
 
 
 # -- errors
@@ -489,6 +368,21 @@ class Scores:
         self.of: dict[int, float] = {}
 
 
+def begun(**kept: Any) -> tuple[DataLoader[Any], Any]:
+    """A loader behind its first batch, and its sampler, which keeps these."""
+    sampler: Any = SequentialSampler(range(8))
+    vars(sampler).update(kept)
+    loader = DataLoader(Augmented(), BATCH, sampler=sampler)
+    data.graft(loader)
+    next(iter(loader))
+    return loader, sampler
+
+
+def resumed_of(loader: DataLoader[Any], other: DataLoader[Any]) -> None:
+    """Resume the other loader where the first one is."""
+    data.resume(other, codec.decode(codec.encode(data.position(loader))))
+
+
 KEPT: list[Callable[[], Any]] = [
     dict,
     lambda: defaultdict(float),
@@ -501,60 +395,32 @@ KEPT: list[Callable[[], Any]] = [
 @pytest.mark.parametrize("make", KEPT)
 def test_what_a_sampler_keeps_is_carried_whatever_holds_it(make: Callable[[], Any]) -> None:
     """In place, as others may refer to it, and with what else the container knows."""
-
-    def followed() -> tuple[DataLoader[Any], Any]:
-        sampler = SequentialSampler(range(8))
-        sampler.kept = make()  # type: ignore[attr-defined]
-        loader = DataLoader(Augmented(), BATCH, sampler=sampler)
-        data.graft(loader)
-        next(iter(loader))
-        return loader, sampler
-
-    (loader, ours), (other, theirs) = followed(), followed()
+    (loader, ours), (other, theirs) = begun(kept=make()), begun(kept=make())
     ours.kept.update({5: 1.5, 2: 0.5} if not ours.kept else {"seen": [1, 7], "last": deque([1, 2, 3, 4], 3)})
-    position, held = data.position(loader), theirs.kept
-    data.resume(other, codec.decode(codec.encode(position)))
+    held = theirs.kept
+    resumed_of(loader, other)
     assert theirs.kept is held
     assert (theirs.kept, list(theirs.kept)) == (ours.kept, list(ours.kept))
     assert getattr(held, "default_factory", None) is getattr(ours.kept, "default_factory", None)
     assert not data.unreplayable(loader)
 
 
-def reordered(kept: dict[str, Any]) -> None:
-    for inner in (kept, kept["inner"]):
-        first = next(iter(inner))
-        inner[first] = inner.pop(first)
-
-
 def test_the_order_of_what_a_sampler_keeps_is_carried() -> None:
-    def followed() -> tuple[DataLoader[Any], Any]:
-        sampler = SequentialSampler(range(8))
-        sampler.kept = {"inner": {1: 0, 2: 0}, "other": 1}  # type: ignore[attr-defined]
-        loader = DataLoader(Augmented(), BATCH, sampler=sampler)
-        data.graft(loader)
-        next(iter(loader))
-        data.position(loader)
-        return loader, sampler
-
-    (loader, ours), (other, theirs) = followed(), followed()
-    reordered(ours.kept)
-    data.resume(other, codec.decode(codec.encode(data.position(loader))))
+    (loader, ours), (other, theirs) = (begun(kept={"inner": {1: 0, 2: 0}, "other": 1}) for _ in range(2))
+    for each in (loader, other):
+        data.position(each)
+    for reordered in (ours.kept, ours.kept["inner"]):
+        first = next(iter(reordered))
+        reordered[first] = reordered.pop(first)
+    resumed_of(loader, other)
     assert repr(theirs.kept) == repr(ours.kept) == "{'other': 1, 'inner': {2: 0, 1: 0}}"
 
 
 @pytest.mark.parametrize("kept", [Counter({3: 2}), OrderedDict({3: 2}), deque([3], 2), defaultdict(int, {3: 2})])
 def test_what_a_sampler_makes_in_its_first_pass_comes_back_as_it_was_or_is_said(kept: Any) -> None:
-    def followed() -> tuple[DataLoader[Any], Any]:
-        sampler = SequentialSampler(range(8))
-        sampler.kept = None  # type: ignore[attr-defined]
-        loader = DataLoader(Augmented(), BATCH, sampler=sampler)
-        data.graft(loader)
-        next(iter(loader))
-        return loader, sampler
-
-    (loader, ours), (other, theirs) = followed(), followed()
+    (loader, ours), (other, theirs) = begun(kept=None), begun(kept=None)
     ours.kept = kept
-    data.resume(other, codec.decode(codec.encode(data.position(loader))))
+    resumed_of(loader, other)
     if isinstance(kept, defaultdict):
         assert theirs.kept is None
         assert "kept was a defaultdict in the run that is continued" in (data.unreplayable(other) or "")
@@ -571,11 +437,7 @@ def test_another_object_that_a_sampler_keeps_is_said_once_it_changes(
 ) -> None:
     """And a set: in what order it is iterated depends on its history."""
     monkeypatch.setattr(iteration, "_QUICK_SECONDS", math.inf)
-    sampler = SequentialSampler(range(8))
-    sampler.scores, sampler.fixed, sampler.seen = Scores(), Scores(), {1, 2}  # type: ignore[attr-defined]
-    loader = DataLoader(Augmented(), BATCH, sampler=sampler)
-    data.graft(loader)
-    next(iter(loader))
+    loader, sampler = begun(scores=Scores(), fixed=Scores(), seen={1, 2})
     data.position(loader)
     data.position(loader)
     assert not data.unreplayable(loader)
@@ -589,12 +451,8 @@ def test_another_object_that_a_sampler_keeps_is_said_once_it_changes(
 @pytest.mark.parametrize("array", [np.ones(2), torch.ones(2)])
 def test_arrays_may_come_into_what_a_sampler_keeps(array: Any) -> None:
     """No comparison with them is true or false."""
-    sampler = SequentialSampler(range(8))
-    sampler.kept = [0.0, 0.0]  # type: ignore[attr-defined]
-    loader = DataLoader(Augmented(), BATCH, sampler=sampler)
-    data.graft(loader)
-    next(iter(loader))
+    loader, sampler = begun(kept=[0.0, 0.0])
     data.position(loader)
-    sampler.kept[1] = array  # type: ignore[attr-defined]
+    sampler.kept[1] = array
     data.position(loader)
     assert "loader.sampler.kept changes, and is not carried" in (data.unreplayable(loader) or "")
