@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.field.trainee import Record
-from benchmarks.peers_of_the_field import LOOPS, Arm, Scale, difference, draw_kills, measure_survival
+from benchmarks.peers_of_the_field import LOOPS, Scale, difference, draw_kills, measure_survival
 from benchmarks.run_all import NAMES
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -121,28 +121,12 @@ def test_since(tmp_path: Path) -> None:
 # The peers of the field
 
 
-def test_kills_of_the_field_are_of_both_kinds_and_the_same_for_all() -> None:
-    kills = draw_kills(seed=7, steps=63, count=4)
-    assert kills == draw_kills(seed=7, steps=63, count=4)
-    assert [kill.step for kill in kills] == sorted({kill.step for kill in kills})
-    assert {kill.event for kill in kills} == {"begin", "end"}
-    assert all(0 < kill.step < 63 for kill in kills)
-
-
 def test_the_first_difference_of_two_runs_is_named() -> None:
     whole = Record({1: "0x1p+0", 2: "0x1p-1"}, {1: 5, 2: 6}, {"parameters": "a", "optimizer": "b"})
     assert difference(whole, whole) == ""
     assert difference(whole, Record(whole.losses, {1: 5, 2: 7}, whole.digests)) == "data of step 2"
     assert difference(whole, Record({1: "0x1p+0"}, whole.data, whole.digests)) == "loss of step 2"
     assert difference(whole, Record(whole.losses, whole.data, {"parameters": "a"})) == "optimizer at the end"
-
-
-def test_a_peer_that_is_not_installed_is_missing() -> None:
-    assert Arm("nobody", "plain", "-", "no-such-distribution").missing
-    assert not Arm("torch", "plain", "-").missing
-    assert len({(arm.name, arm.saves) for loop in LOOPS for arm in (loop.unprotected, *loop.arms)}) == sum(
-        1 + len(loop.arms) for loop in LOOPS
-    )
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import typer.core
 import typer.main
-from torch.distributed.run import get_args_parser
 
 from docs_site import reference
 from memckpt.cli.main import app
@@ -174,11 +173,3 @@ def test_a_command_that_does_not_exist_is_noticed() -> None:
         "a memckpt word",
     ]
     assert wrong_commands(texts) == ["status --no", "fly"]
-
-
-@pytest.mark.parametrize("page", [*PAGES, *DEPLOYED], ids=lambda page: page.name)
-def test_every_option_of_torchrun_that_is_named_exists(page: Path) -> None:
-    known = {option for action in get_args_parser()._actions for option in action.option_strings}
-    text = re.sub(r"\\\n\s*", " ", "\n".join(code(page)))
-    for found in re.findall(r"torchrun\n?((?:[\s,\-\]]*--?[a-z][\w-]*(?:=(?:\"[^\"]*\"|\S+))?)+)", text):
-        assert set(re.findall(r"(--[a-z][\w-]*)", re.sub(r'="[^"]*"', "", found))) <= known

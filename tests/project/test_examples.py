@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.script_runs import ROOT, Scripts
+from tests.support.trainings.script_runs import Scripts
 
 LOCAL = ("--memckpt-storage", "off", "--memckpt-agent-linger-seconds", "60", "--memckpt-redo", "lazy")
 
@@ -48,9 +48,3 @@ def test_an_example_survives(scripts: Scripts, monkeypatch: pytest.MonkeyPatch, 
             monkeypatch.setenv(variable, value)
     logs = scripts.survives(f"examples/{name}", *arguments, kills=kills)
     assert name != "digits_cnn.py" or "epoch 1: accuracy 0." in logs[-1]
-
-
-def test_every_example_has_a_test_here_or_elsewhere() -> None:
-    scripts = {each.name for each in (ROOT / "examples").glob("*.py")}
-    elsewhere = {"train.py", "accelerate_gpt.py", "lost_node.py", "many_nodes.py"}
-    assert scripts == {*EXAMPLES} | elsewhere | {"__init__.py", "common.py", "digest.py", "gpt.py"}

@@ -107,14 +107,9 @@ def _files(wheel: Path) -> set[str]:
 @pytest.mark.slow
 def test_the_wheel_has_every_file_of_its_packages(built: Built) -> None:
     packages = (
-        "memckpt",
-        "memckpt_run",
-        "memckpt_tools",
-        "lightning_memckpt",
-        "accelerate_plugin",
-        "transformers_memckpt",
+        "memckpt", "memckpt_run", "memckpt_tools", "lightning_memckpt", "accelerate_plugin", "transformers_memckpt",
         "memckpt_hydra",
-    )
+    )  # fmt: skip
     tree = built.wheel.parents[1] / "tree"
     expected = {
         str(path.relative_to(tree))

@@ -97,15 +97,8 @@ def test_a_node_may_be_started_before_the_one_who_gives_places() -> None:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         taken.bind(("127.0.0.1", 0))
         command = [
-            sys.executable,
-            PLACES,
-            "take",
-            "--at",
-            f"127.0.0.1:{taken.getsockname()[1]}",
-            "--",
-            "echo",
-            "placed",
-        ]
+            sys.executable, PLACES, "take", "--at", f"127.0.0.1:{taken.getsockname()[1]}", "--", "echo", "placed",
+        ]  # fmt: skip
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as node:
             assert "gives no places yet" in node.stderr.readline()
             taken.listen()

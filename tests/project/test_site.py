@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import inspect
 import os
 import re
 import subprocess
@@ -37,24 +36,6 @@ def test_every_setting_is_in_the_reference_with_its_default_and_meaning() -> Non
             default = getattr(kind(), path.rpartition(".")[2])
             value = f'"{default}"' if isinstance(default, str) else f"{default}"
             assert f"default `{value}`" in facts or dataclasses.is_dataclass(default), path
-
-
-@pytest.mark.parametrize("module", reference.MODULES)
-def test_every_public_name_has_a_docstring(module: str) -> None:
-    found = importlib.import_module(module)
-    names = reference.public_names(module)
-    assert names
-    for name in names:
-        thing = getattr(found, name)
-        if not (inspect.isclass(thing) or inspect.isfunction(thing)):
-            continue  # a type's other name
-        # Not a dataclass's signature, nor what a base class says of itself.
-        own = vars(thing).get("__doc__") if inspect.isclass(thing) else thing.__doc__
-        assert own, f"{module}.{name}"
-        assert not own.startswith(f"{name}("), f"{module}.{name}"
-        if inspect.isclass(thing) and not dataclasses.is_dataclass(thing):
-            methods = [(each, method) for each, method in vars(thing).items() if inspect.isfunction(method)]
-            assert [each for each, method in methods if not each.startswith("_") and not method.__doc__] == [], name
 
 
 def test_every_public_name_is_in_the_reference() -> None:
