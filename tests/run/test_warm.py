@@ -160,20 +160,9 @@ def test_imports_that_a_fork_would_not_repeat_are_named(
         assert "inner" in found[0]
 
 
-def test_a_package_that_no_fork_can_follow_is_left_to_the_attempts(warmed: Any, tmp_path: Path) -> None:
-    """As mpi4py, which Lightning imports where it is there: it starts MPI."""
-    (tmp_path / "opens.py").write_text("import socket\npair = socket.socketpair()")
-    (tmp_path / "other.py").write_text("")
-    (tmp_path / "script.py").write_text(
-        f"import sys\nimport opens, other\nsys.path.append({str(ROOT)!r})\n" + NOTE_IMPORTS
-    )
-    training = warmed(str(tmp_path / "script.py"), also=["opens", "other"])
-    assert "modules are imported ahead" in training.warm_up(training.attempt())
-    assert any(each.startswith("not imported ahead: opens: opens leaves socket:") for each in training.said)
-    assert isinstance(training.attempt(), Warm)
-
-
-def test_so_are_the_packages_that_import_it(warmed: Any, tmp_path: Path) -> None:
+def test_a_package_that_no_fork_can_follow_and_what_imports_it_are_left_to_the_attempts(
+    warmed: Any, tmp_path: Path
+) -> None:
     """As pandas imports pyarrow, which starts a thread."""
     (tmp_path / "opens.py").write_text("import socket\npair = socket.socketpair()")
     for name, text in {"inner": "import opens", "outer": "import inner", "other": ""}.items():
