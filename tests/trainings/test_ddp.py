@@ -97,22 +97,20 @@ def test_the_second_step_of_three_ranks_is_not_repeated(lab: Lab) -> None:
     assert f"no step was compared: {reason}" in logs(lab)
 
 
-@pytest.mark.parametrize(
-    "ddp",
-    [{"find_unused_parameters": True}, {"gradient_as_bucket_view": True}, {"static_graph": True}],
-    ids=["find-unused", "bucket-view", "static-graph"],
-)
-def test_ddp_settings(lab: Lab, ddp: dict[str, Any]) -> None:
-    survives(lab, job_of(lab, ddp=ddp), [Death(1, 5, "backward")])
+WAYS: dict[str, dict[str, Any]] = {
+    "find-unused": {"ddp": {"find_unused_parameters": True}},
+    "bucket-view": {"ddp": {"gradient_as_bucket_view": True}},
+    "static-graph": {"ddp": {"static_graph": True}},
+    "accumulation-without-synchronization": {"accumulate": 3},
+    "hook-after": {"hook": "after"},
+    "hook-before": {"hook": "before"},
+    "hook-that-was-there-before": {"hook": "before", "users_hook": "fp16"},
+}
 
 
-def test_accumulation_without_synchronization(lab: Lab) -> None:
-    survives(lab, job_of(lab, accumulate=3), [Death(0, 4, "backward")])
-
-
-@pytest.mark.parametrize("hook", ["after", "before"])
-def test_a_users_communication_hook_is_kept(lab: Lab, hook: str) -> None:
-    survives(lab, job_of(lab, hook=hook), [Death(1, 5, "backward")])
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_train(lab: Lab, way: str) -> None:
+    survives(lab, job_of(lab, **WAYS[way]), [Death(1, 5, "backward")])
 
 
 @pytest.mark.promise("a stuck rank of an earlier attempt can no longer write")
@@ -251,11 +249,6 @@ def test_what_power_sgd_carries_in_a_wrapper_is_carried(lab: Lab) -> None:
 def test_four_ranks_add_up_in_the_same_order(lab: Lab, settings: dict[str, Any]) -> None:
     job = job_of(lab, hook="after", world_size=4, **settings)
     survives(lab, job, [Death(1, 5, "backward"), Death("all", 9)])
-
-
-def test_a_hook_that_was_there_before_is_taken_after_the_step(lab: Lab) -> None:
-    job = job_of(lab, hook="before", users_hook="fp16")
-    survives(lab, job, [Death(1, 5, "backward")])
 
 
 def test_what_power_sgd_carries_is_lost_where_it_was_there_before(lab: Lab) -> None:

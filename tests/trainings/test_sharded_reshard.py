@@ -61,28 +61,11 @@ SGD4, SGD2 = (Setup(world_size=size, optimizer="sgd") for size in (4, 2))
 BF16, BF16_2 = (Setup(world_size=size, precision="bf16") for size in (4, 2))
 TABLE4, TABLE2 = (Setup(world_size=size, table=True) for size in (4, 2))
 CHANGES = [
-    (FSDP4, FSDP2),
-    (FSDP4, FSDP1),
-    (FSDP4, PLAIN),
-    (FSDP2, PLAIN),
-    (FSDP2, FSDP1),
-    (FSDP2, FSDP4),
-    (PLAIN, FSDP2),
-    (HSDP, FSDP2),
-    (HSDP, FSDP4),
-    (FSDP4, HSDP),
-    (FSDP2, DDP),
-    (DDP, FSDP2),
-    (DDP, FSDP4),
-    (TP, PLAIN),
-    (TP, Setup("tp", 4)),
-    (FSDP_TP, FSDP2),
-    (FSDP_TP, TP),
-    (FSDP4, FSDP_TP),
-    (SGD4, SGD2),
-    (BF16, BF16_2),
+    (FSDP4, FSDP2), (FSDP4, FSDP1), (FSDP4, PLAIN), (FSDP2, PLAIN), (FSDP2, FSDP1), (FSDP2, FSDP4), (PLAIN, FSDP2),
+    (HSDP, FSDP2), (HSDP, FSDP4), (FSDP4, HSDP), (FSDP2, DDP), (DDP, FSDP2), (DDP, FSDP4), (TP, PLAIN),
+    (TP, Setup("tp", 4)), (FSDP_TP, FSDP2), (FSDP_TP, TP), (FSDP4, FSDP_TP), (SGD4, SGD2), (BF16, BF16_2),
     (TABLE4, TABLE2),
-]
+]  # fmt: skip
 
 
 def from_and_to(*ordinary: tuple[Setup, Setup]) -> pytest.MarkDecorator:

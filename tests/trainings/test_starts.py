@@ -20,7 +20,6 @@ from memckpt.errors import ConfigurationError, UnsupportedError
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import stop_agent
 from memckpt.session.mode import choose_redo
-from memckpt.session.resume.report import RestoreReport, ResumeCheck
 from memckpt.user_messages import show_by_default
 from tests.support.cluster.processes import be_subreaper
 from tests.support.trainings.engine_harness import Lab
@@ -202,11 +201,3 @@ def test_an_optimizer_of_parameters_beside_the_model_is_named(caplog: pytest.Log
     optimizers = [torch.optim.SGD(model.parameters(), 0.1), torch.optim.Adam([temperature])]
     LiveState(model, optimizers, {})
     assert [record.getMessage() for record in caplog.records if "optimizer 1 (Adam) steps none" in record.getMessage()]
-
-
-def test_a_report_is_one_short_line() -> None:
-    report = RestoreReport(7, 9, "peers", 0.123456, 2, check=ResumeCheck("replay", "pending", "a long line"))
-    assert str(report) == (
-        "RestoreReport(step=7, record=9, tier='peers', seconds=0.123, steps_lost=2, exact=True, check='pending', "
-        "repeated=None)"
-    )

@@ -203,10 +203,6 @@ class Mapped(Changing):
         return model, optimizer
 
 
-def test_a_table_that_is_mapped_for_reading(lab: Lab) -> None:
-    survives(lab, lambda process: process.train(nothing), KILLS, kind=Mapped)
-
-
 class Tied(Changing):
     """Two layers have one weight."""
 
@@ -323,10 +319,6 @@ class LookingAhead(Changing):
         return model, Lookahead(optimizer)
 
 
-def test_an_optimizer_around_another_one_whose_state_it_has(lab: Lab) -> None:
-    survives(lab, lambda process: process.train(lambda *_: None), KILLS, kind=LookingAhead)
-
-
 class Adagrad(Changing):
     """Its optimizer makes all state as it is made."""
 
@@ -339,16 +331,6 @@ class Adagrad(Changing):
     def sums(self) -> Iterator[torch.Tensor]:
         yield from (one.detach() for one in self.model.parameters())
         yield torch.tensor([one in self.optimizer.state for one in self.model.parameters()])
-
-
-def test_state_that_was_cleared_does_not_come_back(lab: Lab) -> None:
-    def clear(process: Any, step: int) -> None:
-        if step == 2:
-            process.model.first.requires_grad_(False)
-        if step == 4:
-            process.optimizer.state.clear()
-
-    survives(lab, lambda process: process.train(clear), KILLS, kind=Adagrad)
 
 
 class RateTensor(Changing):
@@ -383,10 +365,6 @@ class LateRateTensor(Changing):
             change(process, step)
 
         super().train(with_rate, zero)
-
-
-def test_a_rate_that_is_made_behind_the_restore(lab: Lab) -> None:
-    survives(lab, lambda process: process.train(lambda process, _: process.rate.mul_(0.8)), KILLS, kind=LateRateTensor)
 
 
 @pytest.mark.parametrize("loads_at", [None, 4])
@@ -429,8 +407,30 @@ class ScalarInTurns(Changing):
         self.session.close()
 
 
-def test_state_without_room_in_a_snapshot_is_compared_once(lab: Lab) -> None:
-    survives(lab, lambda process: process.train(lambda *_: None), KILLS, kind=ScalarInTurns)
+def state_cleared(process: Changing, step: int) -> None:
+    if step == 2:
+        process.model.first.requires_grad_(False)
+    if step == 4:
+        process.optimizer.state.clear()
+
+
+def rate_lowered(process: Any, step: int) -> None:
+    process.rate.mul_(0.8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        (Mapped, nothing),
+        (LookingAhead, nothing),
+        (Adagrad, state_cleared),
+        (LateRateTensor, rate_lowered),
+        (ScalarInTurns, nothing),
+    ],
+    ids=lambda one: one.__name__,
+)
+def test_trainings_of_other_kinds(lab: Lab, kind: type[Changing], change: Change) -> None:
+    survives(lab, lambda process: process.train(change), KILLS, kind=kind)
 
 
 def test_steps_of_another_thread_are_not_inside_of_those_here(caplog: pytest.LogCaptureFixture) -> None:
