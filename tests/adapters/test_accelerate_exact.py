@@ -36,26 +36,13 @@ PERSISTENT: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
 DISPATCH = {"dispatch_batches": True}
 STATEFUL = {"use_stateful_dataloader": True}
 
-#: One run that is killed at each of these: each process counts from its own start. 11 batches an epoch, 3 epochs.
+#: One run that is killed at each of these: each process counts from its own start. 11 batches an epoch, 3 epochs: the
+#: fifth commit is behind the last batch of an epoch.
 ONE_AFTER_ANOTHER: list[Kill] = [
-    ("batch", 1),
-    ("stepped", 1),
-    ("commit", 1),
-    ("committed", 1),
-    ("batch", 2),
-    ("backward", 4),
-    ("commit", 2),
-    ("committed", 5),  # the last batch of the epoch
-    ("epoch end", 1),
-    ("evaluation", 1),
-    ("evaluated", 1),
-    ("batch", 1),
-    ("committed", 1),
-    ("stepped", 10),
-    ("epoch end", 1),
-    ("committed", 11),
-    ("end", 1),
-]
+    ("batch", 1), ("stepped", 1), ("commit", 1), ("committed", 1), ("batch", 2), ("backward", 4), ("commit", 2),
+    ("committed", 5), ("epoch end", 1), ("evaluation", 1), ("evaluated", 1), ("batch", 1), ("committed", 1),
+    ("stepped", 10), ("epoch end", 1), ("committed", 11), ("end", 1),
+]  # fmt: skip
 #: The same places, for runs that are killed once.
 POINTS: list[Kill] = [
     *[
@@ -70,17 +57,9 @@ POINTS: list[Kill] = [
 #: In the middle of an epoch, after one, and in the first batches of the next. Reached with any accumulation.
 BRIEFLY: list[Kill] = [("backward", 5), ("epoch end", 1), ("batch", 2)]
 ALL_ALONG: list[Kill] = [
-    ("backward", 5),
-    ("committed", 6),
-    ("epoch end", 1),
-    ("evaluated", 1),
-    ("batch", 2),
-    ("commit", 2),
-    ("stepped", 2),
-    ("committed", 3),
-    ("evaluation", 1),
-    ("end", 1),
-]
+    ("backward", 5), ("committed", 6), ("epoch end", 1), ("evaluated", 1), ("batch", 2), ("commit", 2), ("stepped", 2),
+    ("committed", 3), ("evaluation", 1), ("end", 1),
+]  # fmt: skip
 
 CASES = [
     Case("dispatch", samples=46, loading=DISPATCH),

@@ -249,14 +249,15 @@ def test_lightning_takes_an_export_as_its_own_checkpoint(
 @pytest.mark.promise("another number of ranks carries over parameters and optimizer state")
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize("case", [PLAIN, Case("fsdp2", strategy="fsdp2")], ids=lambda case: case.name)
 def test_another_number_of_ranks_goes_on_behind_the_same_samples(
-    before: int, after: int, lab: Lab, tmp_path: Path
+    case: Case, before: int, after: int, lab: Lab, tmp_path: Path
 ) -> None:
-    """From storage, where the agent brings what it holds first; not bit for bit, and said so."""
+    """From storage, where the agent brings what it holds first; not bit for bit, and said so. Shards are cut anew."""
     # 44 samples in batches of 4: 11 batches of one rank, 6 of each of two (the last is padded).
     kill: Kill = ("before_optimizer", 5)
-    finish(lab, train, LightningRun(PLAIN, tmp_path, kill=kill, ranks=before, storage=True))
-    found = finish(lab, train, LightningRun(PLAIN, tmp_path, ranks=after, storage=True))
+    finish(lab, train, LightningRun(case, tmp_path, kill=kill, ranks=before, storage=True))
+    found = finish(lab, train, LightningRun(case, tmp_path, ranks=after, storage=True))
     batches = 4 * before // after
     said = f"{before} ranks had trained 4 batches of this epoch each; {after} ranks resume after {batches}"
     assert said in found.logs[0]

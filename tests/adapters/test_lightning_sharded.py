@@ -45,22 +45,6 @@ def test_each_case(case: Case, lab: Lab, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_another_number_of_ranks_goes_on_behind_the_same_samples(
-    before: int, after: int, lab: Lab, tmp_path: Path
-) -> None:
-    """Its shards are cut anew; not bit for bit, and said so."""
-    finish(lab, train, LightningRun(FSDP2, tmp_path, kill=("before_optimizer", 5), ranks=before, storage=True))
-    found = finish(lab, train, LightningRun(FSDP2, tmp_path, ranks=after, storage=True))
-    batches = 4 * before // after
-    said = f"{before} ranks had trained 4 batches of this epoch each; {after} ranks resume after {batches}"
-    assert said in found.logs[0]
-    per_epoch = {1: 11, 2: 6}[after]
-    for outcome in found.outcomes:
-        assert outcome["global_step"] == 4 + (per_epoch - batches) + 2 * per_epoch
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("resume", ["auto", "never"])
 def test_a_file_that_the_user_passes_and_what_is_held(resume: str, lab: Lab, tmp_path: Path) -> None:
     """Lightning loads such a file behind the strategy's setup, when memckpt has decided already."""
