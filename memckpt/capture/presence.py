@@ -265,17 +265,19 @@ class LeftGradients:
         live: the live state.
 
     Attributes:
-        has_committed: whether a record has ended, in this process or in one that it continues.
-        known: whether a backward has begun behind it.
         kept: names of parameters whose gradients are copied by value.
         dropped: stands for gradients that were not restored, up to the next backward or commit.
     """
 
     def __init__(self, live: LiveState) -> None:
         self._live = live
-        self.known = False
         self.dropped: DroppedGradients | None = None
-        self.has_committed = False
+        #: Parameters, by `id`, of which a backward has shown what becomes of a large gradient; whether these are all
+        #: that had one at the last commit.
+        self._known: set[int] = set()
+        self._knows_all = True
+        #: Whether that was so in the process that this one continues.
+        self._knew_all = False
         self._looked: set[Hashable] = set()
         self._looks = 0
         #: Versions of gradients at the last commit, and their changes since the one before, by `id` of the parameter.
@@ -312,19 +314,27 @@ class LeftGradients:
         """What was restored in the place of a gradient that was None."""
         return self._zeros.pop(name, None)
 
-    def committed(self, versions: Mapping[int, int]) -> None:
-        """Note that a record has ended, with the version counters of large gradients by the `id` of the parameter."""
-        self.has_committed = True
+    def resume(self, params: Iterable[torch.Tensor], knew_all: bool) -> None:
+        """Continue a process that has left gradients of these parameters, and known what becomes of all or not."""
+        self._known, self._knew_all = set(map(id, params)) if knew_all else set(), knew_all
+
+    def committed(self, versions: Mapping[int, int]) -> bool:
+        """Note that a record has ended, with the version counters of large gradients by the `id` of the parameter.
+
+        Returns whether it is known what becomes of all of them.
+        """
         self._moves = {key: count - self._versions.get(key, 0) for key, count in versions.items()}
         self._versions = dict(versions)
         self._looked.clear()
         large = [(family, one.grad) for family, one in self._first.items() if id(one) in versions]
         self._was = {family: (weakref.ref(one), version(one)) for family, one in large if one is not None}
+        self._knows_all = versions.keys() <= self._known
+        return self._knows_all
 
     def compare_gradients(self, family: Hashable, members: Sequence[torch.Tensor], fired: torch.Tensor) -> None:
         """Look at the gradients of parameters that are about to get new ones; `fired` has just got the first one."""
         if self.dropped is not None:
-            self.dropped.end(None if self.known else _LEFT)
+            self.dropped.end(None if self._knew_all else _LEFT)
         if family in self._looked:
             return
         if not self._looked:
@@ -334,7 +344,6 @@ class LeftGradients:
                 self._judge(looks, norms)
             self._look_at(self._strangers())
         self._looked.add(family)
-        self.known = self.known or self.has_committed
         self._look_at(members, fired)
         held, counted = self._was.get(family, (_nothing, 0))
         if self._first.get(family) is fired and held() is _grad(fired):
@@ -345,6 +354,8 @@ class LeftGradients:
             alike = as_at_commit and self._moves.get(id(fired)) in {self._moves.get(one) for one in others}
             if not others or others.keys() & kept or (version(_grad(fired)) == counted + 1 and not alike):
                 self._keep([fired])
+        if id(fired) in self._versions:
+            self._known.add(id(fired))
         self._first[family] = fired
 
     def _strangers(self) -> list[torch.Tensor]:
@@ -357,9 +368,11 @@ class LeftGradients:
     def _look_at(self, params: Iterable[torch.Tensor], fired: torch.Tensor | None = None) -> None:
         there = [param for param in params if param.grad is not None and param is not fired]
         there = [param for param in there if id(param) in self._versions]
+        if not self._knows_all:
+            self._known.update(id(one) for one in params if one.grad is None and id(one) in self._versions)
         # Reading values takes a while: where all have been zeroed in place, they most probably are again.
         if there and self._looks & (self._looks - 1):
-            there = [param for param in there if self._is_as_at_commit(param) and not self._is_zeroed_again(param)]
+            there = [param for param in there if self._is_to_be_read(param)]
         if not there:
             return
         norms = torch.stack(torch._foreach_norm([_grad(param) for param in there], torch.inf))
@@ -371,9 +384,14 @@ class LeftGradients:
         host = torch.empty_like(norms, device="cpu", pin_memory=True).copy_(norms, non_blocking=True)
         self._asked = looks, host, torch.accelerator.current_stream(norms.device).record_event()
 
+    def _is_to_be_read(self, param: torch.Tensor) -> bool:
+        unzeroed = self._is_as_at_commit(param) and not self._is_zeroed_again(param)
+        return unzeroed or id(param) not in self._known
+
     def _judge(self, looks: Sequence[_Look], norms: torch.Tensor) -> None:
         kept = []
         for (param, moves), norm in zip(looks, norms.tolist(), strict=True):
+            self._known.add(id(param))
             if norm:
                 kept.append(param)
             elif moves is not None:
@@ -436,10 +454,14 @@ def describe_gradients(live: LiveState) -> dict[str, Any]:
         elif not is_dtensor(gradient):
             dense.append((name, param, gradient))
     usual = len(present) > len(absent)
-    found = {"usual": usual, "unusual": absent if usual else present, "others": others, "known": live.left.known}
+    found: dict[str, Any] = {"usual": usual, "unusual": absent if usual else present, "others": others}
     found["sparse"] = sparse
     nbytes = sum(gradient.nbytes for *_, gradient in dense)
-    few = nbytes <= (FEW_BYTES if live.left.known else UNKNOWN_BYTES)
+    # Runs for each gradient of each step: a counter is read without a call.
+    versions = {id(param): one._version for _, param, one in dense} if nbytes > FEW_BYTES else {}
+    known = live.left.committed(versions)
+    found["known"] = known and bool(versions)
+    few = nbytes <= (FEW_BYTES if known else UNKNOWN_BYTES)
     if few and dense:
         by_dtype: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = {}
         for name, _, gradient in dense:
@@ -447,8 +469,6 @@ def describe_gradients(live: LiveState) -> dict[str, Any]:
         found["values"] = [
             [[name for name, _ in each], torch.cat([flat for _, flat in each])] for each in by_dtype.values()
         ]
-    # Runs for each gradient of each step: a counter is read without a call.
-    live.left.committed({} if nbytes <= FEW_BYTES else {id(param): one._version for _, param, one in dense})
     return found
 
 
@@ -566,7 +586,7 @@ def restore_gradients(live: LiveState, described: dict[str, Any]) -> list[torch.
     unusual = set(described["unusual"])
     others = dict(described["others"])
     carried = {name: (values, at) for names, values in described.get("values", ()) for name, at in _places(live, names)}
-    kept, dropped = live.left.kept, list[torch.Tensor]()
+    kept, dropped, there_before = live.left.kept, list[torch.Tensor](), list[torch.Tensor]()
     for name, param in live.named_parameters():
         if name in others:
             kind = others[name]
@@ -582,12 +602,14 @@ def restore_gradients(live: LiveState, described: dict[str, Any]) -> list[torch.
             gradient.copy_(values[at : at + param.numel()].view(param.shape))
         elif name not in kept and type(gradient) is torch.Tensor and not gradient.is_sparse:
             dropped.append(param)
+        if kind is not None:
+            there_before.append(param)
         there = param.grad
         if there is not None and gradient is not None and _is_alike(there, gradient):
             there.copy_(gradient)  # which may be a view of a buffer that training zeroes
         else:
             give_gradient(param, gradient)  # type: ignore[arg-type]  # a parameter
-    live.left.has_committed, live.left.known = True, described.get("known", False)
+    live.left.resume(there_before, described.get("known", False))
     return dropped if not fsdp1_wrappers(live.model) else []  # those replace gradients by themselves
 
 

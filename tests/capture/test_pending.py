@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -130,7 +131,7 @@ def test_what_uses_gradients_that_no_record_holds(way: str) -> None:
     model, optimizer, live, told = resumed()
     use, reads = WAYS[way]
     use(model, optimizer)
-    live.left.known = True
+    live.left.resume(model.parameters(), knew_all=True)
     backward(model, live)
     assert len(told) == reads
     assert all(type(param.grad) is torch.Tensor for param in model.parameters())
@@ -142,7 +143,7 @@ def test_gradients_that_are_kept_beside_the_next_and_then_read() -> None:
     model, _, live, told = resumed()
     before = gradients_of(model)
     model.zero_grad()
-    live.left.known = True
+    live.left.resume(model.parameters(), knew_all=True)
     backward(model, live)
     assert not told
     for _ in range(2):
@@ -156,7 +157,7 @@ def test_gradients_of_a_skipped_step_stand_for_others_behind_a_resume(use: str) 
     (model, optimizer, live, told), failed = resumed(), list[str]()
     pending = PendingGradients([optimizer], failed.append)
     pending.resume({"thrown_away": [[[0], True]], "left": [[0]]})
-    live.left.known = True
+    live.left.resume(model.parameters(), knew_all=True)
     if use == "read":
         nn.utils.get_total_norm(gradients_of(model))
     if use != "added to":
@@ -240,3 +241,27 @@ def test_a_sparse_gradient_that_is_kept_comes_back_entry_by_entry() -> None:
     assert torch.equal(kept._indices(), found._indices())
     assert torch.equal(kept._values(), found._values())
     assert found.is_coalesced() == kept.is_coalesced()
+
+
+def test_what_becomes_of_a_gradient_is_known_once_a_backward_has_met_it_large() -> None:
+    """Few gradients are carried unseen: with more of them, these are carried until they were seen."""
+    model = nn.Sequential(nn.Linear(100, 150, bias=False), nn.Linear(150, 60, bias=False))
+    optimizer = torch.optim.SGD(model[1].parameters(), 0.1)  # nobody drops the gradient of the first
+    live = LiveState(model, [optimizer], {})
+
+    def step(drops: bool) -> dict[str, Any]:
+        optimizer.zero_grad()
+        model(torch.ones(1, 100)).sum().backward()
+        live.left.compare_gradients("family", [model[1].weight], model[1].weight)
+        optimizer.step()
+        if drops:
+            model[1].weight.grad = None
+        return describe_gradients(live)
+
+    few, unknown, known = step(True), step(False), step(False)
+    assert [("values" in each, each["known"]) for each in (few, unknown, known)] == [
+        (True, False),
+        (True, False),
+        (False, True),
+    ]
+    assert live.left.kept == {"0.weight"}
