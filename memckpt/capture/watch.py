@@ -285,13 +285,16 @@ class StaticWatch:
     """Watches tensors that are staged once per generation: if a counter has moved, the copy is compared.
 
     Writes that escape the counters (a momentum encoder updated through ``.data``) show in the values of host tensors.
-    The first checks compare all values with the copy, later ones a sample with its former values.
+    The first checks compare all values with the copy, later ones a sample with its former values, and a part in turn
+    with the copy.
     """
 
     def __init__(self, writer: SlotWriter) -> None:
         self._writer = writer
         self._seen = [self._identify(position) for position in range(len(writer.spec.static))]
         self._full_checks_left = FULL_CHECKS
+        #: What is compared with its copy next: a tensor, and the first of its rows.
+        self._turn, self._row = 0, 0
         self._take_sample()
 
     def _take_sample(self) -> None:
@@ -319,7 +322,26 @@ class StaticWatch:
         if replaced:
             self._take_sample()
         changed.update(self._sampled[index] for index in self._sample.changed())
+        if self._sampled and not self._full_checks_left and not self._is_part_staged():
+            changed.add(self._sampled[self._turn])
         return [self._writer.spec.static[position].name for position in sorted(changed)]
+
+    def _is_part_staged(self) -> bool:
+        """Whether the next part of a host tensor has the values of its copy: a write that is missed shows in turn."""
+        if self._row == 0:
+            self._turn = (self._turn + 1) % len(self._sampled)
+        position = self._sampled[self._turn]
+        tensor, staged = self._seen[position][0], self._writer.static_copy(position)
+        if tensor is None or tensor.device.type != "cpu" or why_not_held(tensor) or not tensor.numel():
+            return True
+        held = local(tensor).detach()
+        if held.shape != staged.shape or held.dtype != staged.dtype or not held.data_ptr():  # or: given up meanwhile
+            return True
+        if held.dim() == 0:
+            return torch.equal(bits_of(held), bits_of(staged))
+        rows = slice(self._row, self._row + max(1, WHOLE_BYTES * len(held) // held.nbytes))
+        self._row = rows.stop if rows.stop < len(held) else 0
+        return torch.equal(bits_of(held[rows]), bits_of(staged[rows]))
 
     def _is_staged(self, position: int, tensor: torch.Tensor) -> bool:
         staged, held = self._writer.static_copy(position), local(tensor)

@@ -101,7 +101,7 @@ class Protection:
             self.lose_agent(point, str(error))
         except MemckptError as error:
             self._lose(point.record, str(error))
-        except Exception as error:  # the user's training goes on
+        except BaseException as error:  # the user's training goes on; behind an interrupt, too, in a notebook
             self._stumble(point.record, error)
         self.begin_next_unless_begun(point.record)
 
@@ -197,9 +197,9 @@ class Protection:
         self.link.abandon()  # first: a commit that is being sent reads the slots
         self._staging.close()
 
-    def _stumble(self, record: int, error: Exception) -> None:
+    def _stumble(self, record: int, error: BaseException) -> None:
         """Pause protection after an unexpected exception; raise it again if it is none of ours."""
-        if is_of_signal(error):
+        if not isinstance(error, Exception) or is_of_signal(error):
             self._lose(record, f"{type(error).__name__}: {error}")
             self.begin_next_unless_begun(record)
             raise error
@@ -225,7 +225,7 @@ class Protection:
         except MemckptError as error:
             self._lose(point.record, str(error))
             self.link.reconnection.note_failure(error)
-        except Exception as error:
+        except BaseException as error:
             self._stumble(point.record, error)
 
 

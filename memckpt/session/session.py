@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import sys
 import time
 from collections import Counter
@@ -73,6 +74,14 @@ _OPEN = (
     "another session of this process with this run_dir is not closed. If its training has ended, this one takes up its "
     "state: call close() there, or give each training a run_dir of its own"
 )
+
+
+def _whole_number(step: int) -> int:
+    """A step's number as an int of Python: one of numpy, say."""
+    try:
+        return operator.index(step)
+    except TypeError:
+        raise UsageError(f"commit(step=...): expected a whole number, found {step!r}") from None
 
 
 class _Ordinal:
@@ -472,6 +481,9 @@ class Session:
                 decide. Pass False where a scaler skipped the step, or where unused gradients are dropped.
             epoch_over: the loop over a :meth:`loader` is left after this batch although it has more.
 
+        Raises:
+            UsageError: the session is closed, or not restored; `step` is no whole number.
+
         Returns:
             True if this was a restore point. False if the record goes on, as gradients are being accumulated, or as
             an accumulation's remainder is behind the loop over a followed loader. In mode ``"snapshot"`` one restore
@@ -485,7 +497,7 @@ class Session:
             self._loop.count_commit()
             refuse_join_context(self._data_parallel)
             self._recorder.cuda_graphs.refuse_hidden_backward(self._ranks.world_size, gradients_pending is not None)
-            self._number = self._next_step() if step is None else step
+            self._number = self._next_step() if step is None else _whole_number(step)
             if not self._is_restore_point(gradients_pending):
                 return False  # the record goes on
             if not self._loop.can_end_record(epoch_over):

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch import nn
 
+import memckpt
 from memckpt.capture.copier import HostCopier
 from memckpt.capture.presence import PendingGradients
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.staging_check import StagingCheck
 from memckpt.capture.watch import ParameterWatch, StaticWatch
+from memckpt.errors import UsageError
 from memckpt.session.staging import Staging
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Control, config, kill_self
 from tests.support.trainings.engine_harness import Lab, collect
 from tests.support.trainings.engine_state import DOUBLE_COMPLEX, INFERENCE_TENSORS
 from tests.support.trainings.engine_training import Case
+from tests.support.trainings.hand_loops import in_child
 
 
 class Mishap(Exception):
@@ -135,3 +143,71 @@ def test_a_failure_in_every_step_ends_protection_for_a_while(lab: Lab) -> None:
     assert ended.log.count("Traceback") == 1
     lab.check_same(PLAIN, ended)
     lab.stop()
+
+
+@pytest.mark.parametrize("redo", ["lazy", "eager"])
+def test_training_that_goes_on_behind_an_interrupt_in_a_commit_is_resumed_whole(lab: Lab, redo: str) -> None:
+    """As in a notebook: the next record's anchors are not staged."""
+
+    def begin() -> tuple[nn.Module, torch.optim.Optimizer, memckpt.Session, memckpt.RestoreReport | None]:
+        model = nn.Linear(8, 4)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+        session = memckpt.attach(model, optimizer, run_dir=lab.run_dir, config=config(redo, resume_check="off"))
+        return model, optimizer, session, session.restore()
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def train() -> None:
+        model, optimizer, session, _ = begin()
+        for step in range(1, 8):
+            model(torch.randn(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with contextlib.ExitStack() as stack:
+                if step == 4:
+                    stack.enter_context(pytest.MonkeyPatch.context()).setattr(SlotWriter, "stage_anchors", interrupt)
+                    stack.enter_context(pytest.raises(KeyboardInterrupt))
+                session.commit(np.int64(step))
+        torch.save(model.state_dict(), lab.directory / "trained")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def resume() -> None:
+        model, _, session, report = begin()
+        assert report is not None
+        assert (report.step, report.exact) == (7, True), report.reasons
+        trained = torch.load(lab.directory / "trained")
+        assert all(torch.equal(tensor, trained[name]) for name, tensor in model.state_dict().items())
+        with pytest.raises(UsageError, match=r"expected a whole number, found 8\.5"):
+            session.commit(8.5)  # type: ignore[arg-type]
+        session.close()
+
+    in_child(lab, train, status=-signal.SIGKILL)
+    in_child(lab, resume)
+
+
+def test_a_row_of_a_large_frozen_tensor_that_torch_counts_no_write_of_is_found_in_turn(lab: Lab) -> None:
+    def train() -> None:
+        model = nn.Sequential(nn.Embedding(2000, 64).requires_grad_(False), nn.Linear(64, 1))
+        optimizer = torch.optim.SGD(model[1].parameters(), 0.1)
+        session = memckpt.attach(model, optimizer, run_dir=lab.run_dir, config=config("lazy"))
+        session.restore()
+        for step in range(1, 20):
+            model(torch.randint(0, 2000, (4,))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 10:
+                model[0].weight.data[1997] = 7.0
+            session.commit()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def resume() -> None:
+        model = nn.Sequential(nn.Embedding(2000, 64).requires_grad_(False), nn.Linear(64, 1))
+        optimizer = torch.optim.SGD(model[1].parameters(), 0.1)
+        session = memckpt.attach(model, optimizer, run_dir=lab.run_dir, config=config("lazy", resume_check="off"))
+        session.restore()
+        assert model[0].weight[1997].eq(7.0).all()
+        session.close()
+
+    in_child(lab, train, status=-signal.SIGKILL)
+    in_child(lab, resume)
