@@ -370,8 +370,8 @@ class Session:
         report = self._resumption.go_on(filled, self._tap.current, self._protection.resume)
         self._tuning.set_redo_seconds(self._resumption.restoration.record_redo_seconds)
         self._rank_state.take_over(chosen.state)
-        found = self._ranks.first_reason(chosen.not_exact or chosen.held.rank_state.get(_DOUBT, ""))
-        report = report.because(found, *self._rank_state.reasons)
+        own = (chosen.not_exact or chosen.held.rank_state.get(_DOUBT, ""), *self._rank_state.reasons)
+        report = report.because(*(reason for each in self._ranks.gather(own) for reason in each))
         report = self._compression.restored(report, chosen.held.rank_state)
         self._rank_state.add_to_report = report.because
         self._rank_state.load([OBJECTS, METRICS, MADE], chosen.held.rank_state)
