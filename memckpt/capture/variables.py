@@ -11,8 +11,10 @@ import dis
 import functools
 import inspect
 import logging
+import math
 import random
 import sys
+import time
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,8 +44,8 @@ from memckpt.state import codec, rng
 from memckpt.state.tensors import local, same_bits, why_not_held
 
 _log = logging.getLogger("memckpt")
-#: Number of captures from one pair of looks to the next, once a run has taken this many: each takes milliseconds.
-_LOOK_EVERY = 1024
+#: Share of the time that pairs of looks may take, behind the first ones: each look takes milliseconds.
+_SHARE = 0.002
 #: Objects in a variable are looked into, and objects that are attributes of these.
 _DEPTH = 2
 #: Containers are looked into as deep.
@@ -135,6 +137,9 @@ class LoopVariables:
         self._trained = trained
         self._inexact = inexact
         self._captures = 0
+        self._has_begun_pair = False
+        #: When the next pair of looks is due, by the clock of `time.perf_counter`.
+        self._due = math.inf
         self._modules: dict[str, tuple[weakref.ref[nn.Module], Any]] = {}
         self._tensors: dict[str, _Seen] = {}
         #: Samples of what the last look has found and nobody carries, by name: its variable, bytes of some elements.
@@ -152,14 +157,23 @@ class LoopVariables:
 
     def look(self, provided: Mapping[str, Any]) -> None:
         """Say what has changed since the last look; called in each commit. `provided`: values that are carried."""
-        number, self._captures = self._captures, self._captures + 1
-        if _begins_pair(number) or _begins_pair(number - 1):
+        begins, ends = self._begins_pair(), self._has_begun_pair
+        if begins or ends:
+            began = time.perf_counter()
             self.samples = {}
             found, carried = self._find_all(provided)
             self._compare_modules(found.modules, carried)
-            self._compare_tensors(found.tensors, carried, _begins_pair(number))
+            self._compare_tensors(found.tensors, carried, begins)
             self._keep_generators(found.generators)
+            now = time.perf_counter()
+            self._due = now + 2 * (now - began) / _SHARE
+        self._has_begun_pair = begins
         self._follow_draws()
+
+    def _begins_pair(self) -> bool:
+        """Whether this look and the next one are compared: in many of the first commits, then as time allows."""
+        number, self._captures = self._captures, self._captures + 1
+        return not number & (number - 1) or time.perf_counter() >= self._due
 
     def _keep_generators(self, found: Mapping[str, rng.AnyGenerator]) -> None:
         before, self._generators = self._generators, {}
@@ -393,10 +407,6 @@ def _skipping(name: str) -> Iterator[None]:
         yield
     except Exception:  # of the user's class, or of a library's: what it raises is no fault of the training
         _log.debug("memckpt: the variable %s is not looked at", name, exc_info=True)
-
-
-def _begins_pair(number: int) -> bool:
-    return number >= 0 and (not number & (number - 1) or number % _LOOK_EVERY == 0)
 
 
 def _frames() -> Iterator[FrameType]:
