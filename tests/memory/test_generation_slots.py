@@ -1,4 +1,7 @@
-"""When the slots of a new generation are made: once nobody can need the old one, and at the latest when asked twice."""
+"""Generations of a node's units: which are held, and when the slots of a new one are made.
+
+That is once nobody can need the old one, and at the latest when asked twice.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memckpt.agent.groups import Groups
-from memckpt.errors import MemckptError, MemoryBudgetError
+from memckpt.errors import AgentError, MemckptError, MemoryBudgetError
 from memckpt.memory import region
 from memckpt.memory.generation import Generation
 from memckpt.processes.attempt import Attempt, TrainerHandle
@@ -32,13 +35,14 @@ from memckpt.protocol.trainer import (
 )
 from memckpt.recovery.plan import common_records
 from memckpt.state.layout import Layout
-from memckpt.state.records import RecordMeta, SubStep, Timeline, encode_meta
+from memckpt.state.records import Branch, RecordMeta, SubStep, Timeline, encode_meta
 from memckpt.state.spec import ParamSpec, StateSpec, TensorSpec
 from tests.support.cluster.host import QuietHost
 from tests.support.cluster.storage_node import spec_of
 from tests.support.faults.full_memory import refuse_slots
 
 Units = list[tuple[int, ...]]
+T1, T2 = Timeline(1, "a"), Timeline(2, "b")
 
 
 class Node(QuietHost):
@@ -84,7 +88,7 @@ class Node(QuietHost):
     def prepares(self, rank: int, record: int) -> Generation:
         """A rank asks for a generation and is through the record."""
         group = self.groups[self.units[rank]]
-        return group.prepare(rank, Prepare(self.spec(rank), Timeline(1, "a"), 1, self.budget, False, record))
+        return group.prepare(rank, Prepare(self.spec(rank), T1, 1, self.budget, False, record))
 
     def begins(self, rank: int, record: int) -> None:
         """A rank writes its part of a generation that begins after a record, and asks for the slots."""
@@ -246,6 +250,92 @@ def test_no_memory_for_slots_is_said_to_all_and_the_start_stays(
     assert one.held(0) == [3]
 
 
+# What is held beside the newest
+
+
+def test_the_generation_before_goes_once_a_record_shows_that_all_have_the_newer_one(node: Callable[..., Node]) -> None:
+    one = node([(0,)], world_size=2)
+    one.begins(0, 1)
+    one.commits(0, 2)
+    one.begins(0, 3)
+    assert one.held(0) == [1, 2, 3]
+    both = one.groups[(0,)].nbytes
+    # Other ranks may find two records later that they have not agreed on the start of theirs.
+    for record in (4, 5, 6):
+        one.commits(0, record)
+        assert one.held(0) == list(range(1, record + 1))
+    one.commits(0, 7)
+    assert one.held(0) == [4, 5, 6, 7]
+    assert one.groups[(0,)].nbytes == both // 2
+
+
+def test_ranks_that_drop_what_is_held_leave_what_others_have_begun(node: Callable[..., Node]) -> None:
+    """Each rank asks, as a run goes on from storage: what the first ones have prepared is of the new timeline."""
+    one = node([(0,), (1,)])
+    for record, timeline in ((3, T1), (1, T2)):  # the newest state may be damaged
+        for rank, trainer in one.attempt.trainers.items():
+            if one.attempt.is_first_to_discard(trainer):
+                for group in one.groups:
+                    group.discard()
+            one.groups[(rank,)].prepare(rank, Prepare(one.spec(rank), timeline, 1, None, True, record))
+        assert [group.history for group in one.groups] == [(Branch(timeline, None),)] * 2
+
+
+def test_generations_are_few_while_peers_stand_still(
+    node: Callable[..., Node], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What peers have got to stays, and what a rank may go back to that dies in the newest; then peers go on."""
+    one = node([(0,)], world_size=2)
+    held = one.groups[(0,)].generations
+    held.raise_redo_limit(1)
+    for record in range(1, 21):
+        one.begins(0, record)
+    assert [each.base for each in held] == [1, 16, 17, 18, 19, 20]
+    assert "peers have not got past record 1" in caplog.text
+    held.raise_redo_limit(18)
+    assert [each.base for each in held] == [16, 17, 18, 19, 20]
+
+
+def test_going_back_behind_the_newer_generation_drops_it(node: Callable[..., Node]) -> None:
+    one = node([(0,)], world_size=2)
+    one.begins(0, 1)
+    one.commits(0, 2)
+    one.begins(0, 3)
+    group = one.groups[(0,)]
+    (before,) = group.generations.before
+    group.begin_attempt()
+    generation, prepared = group.resume(Resume(2, T2))
+    assert generation is before is group.held
+    assert prepared.generation == 1
+    found = group.inventory(None)
+    assert (found.records, found.history) == ((1, 2), (Branch(T1, 2), Branch(T2, None)))
+    group.resume(Resume(1, T2))  # the ranks have found that record 2 is not what it says
+    assert group.inventory(None).history == (Branch(T1, 1), Branch(T2, None))
+    with pytest.raises(AgentError, match="different records: 1 and 2"):
+        group.resume(Resume(2, T2))
+
+
+def test_what_an_attempt_that_got_nowhere_leaves_is_no_part_of_what_is_held(node: Callable[..., Node]) -> None:
+    """It had other units; all ranks of the one before are still there, one of them a record ahead."""
+    one = node([(0,), (1,)])
+    one.groups.introduce(Hello(1, "a", 0, 2, (0, 1), (0, 1), Launcher(0, 0, 0), ()))
+    one.all_begin(1)
+    for rank, record in ((0, 2), (0, 3), (1, 2)):
+        one.commits(rank, record)
+    assert one.groups.common() == 2
+    one.groups.save_held(as_checkpoint=False)
+    one.groups.save_asked()
+    one.groups.begin_attempt()
+    assert sorted(group.ranks for group in one.groups) == [(0,), (1,)]
+
+
+def test_all_are_told_as_early_as_the_one_that_was_told_too_late(node: Callable[..., Node]) -> None:
+    groups = node([(0,), (1,)]).groups
+    leads = {one.ranks: one.saver.state_copies.lead for one in groups}
+    groups[(0,)].saver.state_copies.hurry()
+    assert [one.saver.state_copies.lead for one in groups] == [2 * leads[0,]] * 2
+
+
 # Much memory, which a thread reserves
 
 
@@ -374,7 +464,7 @@ def test_whenever_a_node_s_job_dies_all_ranks_can_go_back_to_the_newest_record_o
         assert max(found, default=None) == expected, (fates, done)
         for group in one.groups if expected is not None else ():
             group.begin_attempt()
-            _, prepared = group.resume(Resume(expected, Timeline(2, "b")))
+            _, prepared = group.resume(Resume(expected, T2))
             assert prepared.record == expected
             assert len(prepared.metas) == one.spec(group.ranks[0]).period
             assert list(group.generations.standing_still())[-1] == expected
