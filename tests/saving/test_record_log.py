@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import cast
 
+import msgspec
 import pytest
 
 from memckpt.agent.saving import record_log
@@ -13,6 +15,8 @@ from memckpt.agent.saving.record_log import RecordLog
 from memckpt.agent.saving.writer import record_writer as records
 from memckpt.errors import AgentError
 from memckpt.processes.helper_process import HelperProcess
+from memckpt.protocol.channel import Message
+from memckpt.protocol.storing import Appended, OpenLog
 from memckpt.protocol.trainer import Drift
 from memckpt.state.records import Timeline
 from memckpt.storage.catalog import read_catalog
@@ -21,6 +25,7 @@ from memckpt.storage.format import encode_commit
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.store import Store
 from tests.support.cluster.storage_node import Clock, Filled, RecordsProcess
+from tests.support.faults.full_disk import LimitedDisk
 from tests.support.storage.stored_parts import part_of
 
 T1 = Timeline(1, "a")
@@ -30,19 +35,25 @@ TIMEOUT_SECONDS = 1800.0
 class Node:
     """A log, what is trained, and the process that writes."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, process: type[RecordsProcess] = RecordsProcess) -> None:
         self.store = LocalStore(directory)
         self.filled = Filled()
         self.processes: list[RecordsProcess] = []
+        self.answers: list[Appended] = []
         self.failing: Exception | None = None
+        self._process = process
         self.log = RecordLog("n", self._start, lambda: None)
         self.log.configure(self.store.url, 3, TIMEOUT_SECONDS, T1)
 
     def _start(self) -> HelperProcess:
-        self.processes.append(RecordsProcess(self.log.appended))
+        self.processes.append(self._process(self._said))
         if self.failing is not None:
             raise self.failing
         return cast("HelperProcess", self.processes[-1])
+
+    def _said(self, message: Appended) -> None:
+        self.answers.append(message)
+        self.log.appended(message)
 
     @property
     def process(self) -> RecordsProcess:
@@ -201,3 +212,69 @@ def test_a_process_that_is_late_when_it_starts_is_no_alarm_and_one_that_stays_la
     node.train(newest + ring + 2, work=False)
     node.work()
     assert "it is not logged in time" in node.log.alarm
+
+
+# A disk with little room
+
+
+class SmallProcess(RecordsProcess):
+    """One that leaves room for a checkpoint of 5000 bytes."""
+
+    batch_bytes = 1 << 20
+
+    def send(self, message: Message, fds: Sequence[int]) -> None:
+        if isinstance(message, OpenLog):
+            message = msgspec.structs.replace(message, batch_bytes=self.batch_bytes, reserve=5000)
+        super().send(message, fds)
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Node, LimitedDisk]]:
+    disk = LimitedDisk(monkeypatch, tmp_path / "disk")
+    with closing(Node(disk.root, SmallProcess)) as node:
+        yield node, disk
+
+
+def train(node: Node, clock: Clock, count: int) -> None:
+    """A record each second."""
+    for _ in range(count):
+        clock.passes(1.0)
+        node.train(node.filled.newest + 1)
+
+
+def test_records_wait_in_memory_for_room_and_leave_room_for_a_checkpoint(
+    small: tuple[Node, LimitedDisk], clock: Clock
+) -> None:
+    node, disk = small
+    train(node, clock, 6)
+    assert batches_of(node.store) == [(T1, 1, 3), (T1, 4, 6)]
+    disk.room = disk.used() + 5000
+    train(node, clock, 20)
+    assert batches_of(node.store) == [(T1, 1, 3), (T1, 4, 6)]
+    assert disk.refused == 0
+    assert "has no room for records 7 to " in node.answers[9].short
+    disk.room = None
+    train(node, clock, 12)
+    _, first, last = batches_of(node.store)[2]
+    assert first == 7, "there is no hole"
+    assert last >= 26
+    assert not any(one.hole for one in node.answers)
+    assert node.answers[-1].short == ""
+
+
+def test_no_more_waits_than_a_batch_may_take(
+    small: tuple[Node, LimitedDisk], clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    node, disk = small
+    monkeypatch.setattr(SmallProcess, "batch_bytes", 200)
+    train(node, clock, 2)
+    disk.room = disk.used() + 5000
+    train(node, clock, 400)
+    assert sum(bool(one.hole) for one in node.answers) > 5
+    warned = [one for one in caplog.records if one.levelname in ("WARNING", "ERROR") and one.name != "memckpt.storage"]
+    assert len(warned) < 8
+    assert caplog.text.count("Traceback") <= 2
+    disk.room = None
+    train(node, clock, 40)
+    assert node.answers[-1].hole == ""
+    assert batches_of(node.store)[-1][2] > 400

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import msgspec
 import pytest
 
 from memckpt.agent.saving import checkpoints, jobs, record_log, schedule
 from memckpt.agent.saving import saver as saver_module
 from memckpt.agent.saving.writer import record_writer as records
-from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.channel import Message
 from memckpt.protocol.storing import Appended, LookForRoom, OpenLog, Room, Save, SaveFailed
-from memckpt.state.records import Timeline
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.local_store import LocalStore
-from tests.support.cluster.storage_node import Clock, Filled, RecordsProcess
-from tests.support.faults.full_disk import LimitedDisk
+from tests.support.cluster.storage_node import Clock, RecordsProcess
 from tests.support.storage.saver_node import Node
 
 
@@ -147,95 +143,6 @@ def test_a_log_that_has_become_large_ends_in_a_checkpoint(
             break
     assert len(node.orders) == orders + 1
     assert 20_000 < written < 23_000
-
-
-class SmallProcess(RecordsProcess):
-    """One with little memory, that leaves room for a checkpoint of 5000 bytes."""
-
-    batch_bytes = 1 << 20
-
-    def send(self, message: Message, fds: Sequence[int]) -> None:
-        if isinstance(message, OpenLog):
-            message = msgspec.structs.replace(message, batch_bytes=self.batch_bytes, reserve=5000)
-        super().send(message, fds)
-
-
-class Writer:
-    """A log on a disk that has little room."""
-
-    def __init__(self, disk: LimitedDisk, clock: Clock, batch_bytes: int = 1 << 20) -> None:
-        self._filled = Filled()
-        self.disk, self._clock = disk, clock
-        self.answers: list[Appended] = []
-        self._process = SmallProcess(self._said)
-        self._process.batch_bytes = batch_bytes
-        self._log = record_log.RecordLog("n", lambda: cast("HelperProcess", self._process), lambda: None)
-        self._log.configure(str(disk.root), 2, 60.0, Timeline(1, "a"))
-
-    def _said(self, message: Appended) -> None:
-        self.answers.append(message)
-        self._log.appended(message)
-
-    def commit(self, count: int) -> None:
-        for _ in range(count):
-            self._clock.passes(1.0)
-            self._filled.commit()
-            self._log.collect(self._filled.held)
-            while self._process.work():
-                pass
-
-    def close(self) -> None:
-        self._log.close()
-        self._filled.close()
-
-    @property
-    def batches(self) -> list[tuple[int, int]]:
-        return [(one.first, one.last) for one in read_catalog(LocalStore(self.disk.root)).batches]
-
-
-@pytest.fixture
-def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LimitedDisk:
-    return LimitedDisk(monkeypatch, tmp_path / "disk")
-
-
-def test_records_wait_in_memory_for_room_and_leave_room_for_a_checkpoint(disk: LimitedDisk, clock: Clock) -> None:
-    writer = Writer(disk, clock)
-    try:
-        writer.commit(4)
-        assert writer.batches == [(1, 2), (3, 4)]
-        disk.room = disk.used() + 5000
-        writer.commit(20)
-        assert writer.batches == [(1, 2), (3, 4)]
-        assert disk.refused == 0
-        assert "has no room for records 5 to " in writer.answers[2 + 4].short
-        disk.room = None
-        writer.commit(12)
-        assert writer.batches[2][0] == 5, "there is no hole"
-        assert writer.batches[2][1] >= 24
-        assert not any(one.hole for one in writer.answers)
-        assert writer.answers[-1].short == ""
-    finally:
-        writer.close()
-
-
-def test_no_more_waits_than_a_batch_may_take(disk: LimitedDisk, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    writer = Writer(disk, clock, batch_bytes=200)
-    try:
-        writer.commit(2)
-        disk.room = disk.used() + 5000
-        writer.commit(400)
-        assert sum(bool(one.hole) for one in writer.answers) > 5
-        warned = [
-            one for one in caplog.records if one.levelname in ("WARNING", "ERROR") and one.name != "memckpt.storage"
-        ]
-        assert len(warned) < 8
-        assert caplog.text.count("Traceback") <= 2
-        disk.room = None
-        writer.commit(40)
-        assert writer.answers[-1].hole == ""
-        assert writer.batches[-1][1] > 400
-    finally:
-        writer.close()
 
 
 def test_until_there_is_a_checkpoint_the_log_leaves_room_for_two(
