@@ -362,6 +362,28 @@ def test_a_replicator_that_takes_over_does_not_read_a_base_that_was_acknowledged
     assert list(sent.records) == read
 
 
+@pytest.mark.parametrize(("then", "acknowledged"), [(None, 0), (20, 20)])
+def test_a_plan_that_is_made_once_more_has_another_record_to_begin_with(
+    desk: Desk, then: int | None, acknowledged: int
+) -> None:
+    """Peers' states prove to be damaged, and an earlier one serves. What follows it is sent from its start.
+
+    The base of a generation that counts as acknowledged is not sent: then nobody ever acknowledges a record.
+    """
+    desk.begin(record=32)
+    assert desk.peers.watermark == 32
+    desk.join(record=then)
+    assert desk.peers.watermark == acknowledged
+
+
+def test_a_replicator_that_is_replaced_changes_nothing_of_what_is_acknowledged(desk: Desk) -> None:
+    desk.begin(record=32)
+    desk.peers.replicator_said(replication.WatermarkAdvanced(40, True))
+    desk.started[0].ended("killed")
+    assert len(desk.started) == 2
+    assert desk.peers.watermark == 40
+
+
 def test_redo_goes_on_when_the_replicator_dies_of_what_it_is_asked(desk: Desk) -> None:
     group = holding(base=4, newest=9, slots=3)
     desk.make = dies_of(replication.GiveUp)
