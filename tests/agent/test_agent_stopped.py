@@ -19,6 +19,7 @@ from memckpt.protocol.channel import Channel
 from memckpt.protocol.status import StatusRequest
 from memckpt.protocol.trainer import PROTOCOL_VERSION, Credit, Hello, Launcher, Leaving
 from memckpt.session.connection import Reconnection
+from memckpt.session.link import AgentLink
 from tests.support.cluster.made_up_time import MadeUp
 from tests.support.cluster.waiting import until
 from tests.support.linked import link_over
@@ -174,33 +175,33 @@ def test_where_the_job_waits_for_this_node_there_are_no_pauses(address: AgentAdd
 # Waiting for an agent that is connected
 
 
-@pytest.mark.promise("an agent that is alive but does not answer")
-def test_an_agent_that_is_busy_and_answers_is_waited_for(address: AgentAddress, agent: StandingAgent) -> None:
-    """A record may take longer than the time limit for answers, as long as the loop answers."""
+@pytest.fixture
+def connected(address: AgentAddress, agent: StandingAgent) -> Iterator[tuple[AgentLink, Channel]]:
+    """A trainer's link that waits for answers for a moment only, and the agent's end of it."""
     sock = address.connect()
     assert sock is not None
     client = link_over(Channel(sock), AgentConfig(start_seconds=0.02))
-    there, _ = agent.listener.sockets[0].accept()
-    channel = Channel(there)
-    agent.asked.append(channel)
+    agent.asked.append(Channel(agent.listener.sockets[0].accept()[0]))
+    yield client, agent.asked[0]
+    client.abandon()
+
+
+@pytest.mark.promise("an agent that is alive but does not answer")
+def test_an_agent_that_is_busy_and_answers_is_waited_for(connected: tuple[AgentLink, Channel]) -> None:
+    """A record may take longer than the time limit for answers, as long as the loop answers."""
+    client, channel = connected
     with pytest.raises(AgentGoneError, match="it has not answered"):
         client.wait_applied(1)
     assert isinstance(channel.receive(5)[0], StatusRequest)
     channel.send(Credit(1))
     client.wait_applied(1)
-    client.abandon()
 
 
 @pytest.mark.promise("eager redo that is slower than training")
 def test_an_agent_that_answers_and_applies_nothing_is_not_waited_for_for_ever(
-    address: AgentAddress, agent: StandingAgent
+    connected: tuple[AgentLink, Channel],
 ) -> None:
-    sock = address.connect()
-    assert sock is not None
-    client = link_over(Channel(sock), AgentConfig(start_seconds=0.02))
-    there, _ = agent.listener.sockets[0].accept()
-    channel = Channel(there)
-    agent.asked.append(channel)
+    client, channel = connected
 
     def answer() -> bool:
         channel.send(Credit(0))
@@ -210,7 +211,6 @@ def test_an_agent_that_answers_and_applies_nothing_is_not_waited_for_for_ever(
         client.wait_applied(1, give_up=answer)
     channel.send(Credit(2))
     client.wait_applied(2)
-    client.abandon()
 
 
 @pytest.mark.promise("an agent without a sign of life: a slot, an answer, room in its socket")

@@ -39,6 +39,13 @@ class Desk:
         self.loop.turn()
         return Channel(sock)
 
+    def trainer(self) -> tuple[Channel, Connection]:
+        """One that has been heard, and our end of its connection."""
+        trainer = self.call()
+        trainer.send(StatusRequest())
+        self.loop.turn()
+        return trainer, self.handled[-1][0]
+
 
 @pytest.fixture
 def desk(tmp_path: Path) -> Iterator[Desk]:
@@ -69,30 +76,17 @@ def _commit(record: int) -> Commit:
     return Commit(generation=1, record=record, step=record, meta=b"", rank_state=b"")
 
 
-def test_commits_of_a_trainer_that_died_are_read_though_an_answer_to_it_has_failed(desk: Desk) -> None:
-    trainer = desk.call()
-    trainer.send(StatusRequest())
-    desk.loop.turn()
-    connection = desk.handled[0][0]
-    trainer.send(_commit(2))
-    trainer.send(_commit(3))
+@pytest.mark.parametrize("fails", [False, True], ids=["unread", "failed"])
+def test_commits_of_a_trainer_that_died_are_read_whatever_became_of_our_answer(desk: Desk, fails: bool) -> None:
+    trainer, connection = desk.trainer()
+    if not fails:
+        desk.connections.answer(connection, Protected(1, 1))
+    for record in (2, 3):
+        trainer.send(_commit(record))
     trainer.close()
-    desk.connections.answer(connection, Protected(1, 1))
-    assert not desk.left, "it is not let go of before everything is read"
-    desk.loop.turn()
-    assert [message for _, message in desk.handled[1:]] == [_commit(2), _commit(3)]
-    assert desk.left == [connection]
-
-
-def test_commits_of_a_trainer_that_died_with_our_answers_unread_are_read(desk: Desk) -> None:
-    trainer = desk.call()
-    trainer.send(StatusRequest())
-    desk.loop.turn()
-    connection = desk.handled[0][0]
-    desk.connections.answer(connection, Protected(1, 1))
-    trainer.send(_commit(2))
-    trainer.send(_commit(3))
-    trainer.close()
+    if fails:
+        desk.connections.answer(connection, Protected(1, 1))
+        assert not desk.left, "it is not let go of before everything is read"
     desk.loop.turn()
     assert [message for _, message in desk.handled[1:]] == [_commit(2), _commit(3)]
     assert desk.left == [connection]
@@ -110,10 +104,7 @@ def test_the_last_words_of_an_agent_are_read_though_it_left_ours_unread(desk: De
 
 
 def test_a_trainer_that_takes_nothing_ends_after_what_it_has_sent(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = desk.call()
-    trainer.send(StatusRequest())
-    desk.loop.turn()
-    connection = desk.handled[0][0]
+    trainer, connection = desk.trainer()
     trainer.send(_commit(2))
 
     def full(*_: object, **__: object) -> None:

@@ -116,19 +116,14 @@ def batches(directory: Path) -> list[tuple[int, int]]:
     return [(one.first, one.last) for one in read_catalog(LocalStore(directory)).batches]
 
 
+@pytest.mark.parametrize("between", [0.0, 4.0])
 def test_a_batch_that_is_not_full_is_written_when_its_oldest_record_has_waited_long_enough(
-    agent: Agent, clock: Clock, tmp_path: Path
+    agent: Agent, clock: Clock, tmp_path: Path, between: float
 ) -> None:
-    channel = QuietChannel(clock, [*agent.commits(), *agent.commits()])
+    """What comes meanwhile does not put it off."""
+    channel = QuietChannel(clock, [*agent.commits(), *agent.commits()], between=between)
     serve(channel)
-    assert channel.waited == [SECONDS]
-    assert batches(tmp_path) == [(1, 2)]
-
-
-def test_what_comes_meanwhile_does_not_put_it_off(agent: Agent, clock: Clock, tmp_path: Path) -> None:
-    channel = QuietChannel(clock, [*agent.commits(), *agent.commits()], between=4.0)
-    serve(channel)
-    assert channel.waited == [SECONDS - 8.0]
+    assert channel.waited == [SECONDS - 2 * between]
     assert batches(tmp_path) == [(1, 2)]
 
 

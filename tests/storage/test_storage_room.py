@@ -177,24 +177,25 @@ def test_what_is_kept_for_good_stays(disk: LimitedDisk, store: LocalStore) -> No
     assert steps_of(store) == [13, 12, 10]
 
 
-def test_what_a_resume_could_not_read_stays(disk: LimitedDisk, store: LocalStore) -> None:
-    save(store, 1)
-    save(store, 2)
+def passed_over(store: LocalStore) -> None:
+    """A resume could not read the older one."""
     catalog = read_catalog(store)
     note_passed(store, catalog, add=[catalog.complete[1].key])
-    disk.room = disk.used() + 1000
-    with pytest.raises(StorageFullError):
-        save(store, 3)
-    assert steps_of(store) == [2, 1]
 
 
-@pytest.mark.parametrize("damaged", [False, True])
-def test_what_is_pinned_stays(disk: LimitedDisk, store: LocalStore, damaged: bool) -> None:
+def pinned(store: LocalStore) -> None:
+    write_keys(store, PINNED, [one.key for one in read_catalog(store).complete if one.step == 1])
+
+
+def perhaps_pinned(store: LocalStore) -> None:
+    store.write(PINNED, b"{")
+
+
+@pytest.mark.parametrize("mark", [passed_over, pinned, perhaps_pinned])
+def test_what_is_marked_stays(disk: LimitedDisk, store: LocalStore, mark: Callable[[LocalStore], None]) -> None:
     save(store, 1)
     save(store, 2)
-    write_keys(store, PINNED, [one.key for one in read_catalog(store).complete if one.step == 1])
-    if damaged:
-        store.write(PINNED, b"{")
+    mark(store)
     disk.room = disk.used() + 1000
     with pytest.raises(StorageFullError):
         save(store, 3)
