@@ -137,12 +137,6 @@ def test_the_plan_depends_on_neither_order_nor_repetition(order: list[int], repe
     assert expected.timeline == Timeline(2, "n")
 
 
-def test_the_timeline_of_a_record_follows_the_branches() -> None:
-    history = (Branch(Timeline(1, "a"), 5), Branch(Timeline(2, "b"), 3), Branch(Timeline(3, "c"), None))
-    assert [timeline_of(history, record).number for record in (1, 5, 6)] == [1, 1, 3]  # type: ignore[union-attr]
-    assert timeline_of(history[:1], 6) is None
-
-
 @pytest.mark.promise("all ranks make the same plan, and abandoned timelines are not part of it")
 def test_going_back_behind_an_earlier_branch_point_hides_what_was_between() -> None:
     """Left 1 at record 10, then 2 at record 4: records 5 to 10 of timeline 1 are off the history."""

@@ -15,8 +15,6 @@ from memckpt.state.records import Branch, HeldFragments, HeldRecords, Timeline
 from memckpt.storage.catalog import Checkpoint
 from tests.support.storage.stored_parts import part_of
 
-Unit = tuple[int, ...]
-Chain = tuple[str, ...]
 FIRST = (Branch(Timeline(1, "a"), None),)
 WORLD = 4
 #: Four nodes with one rank each, its shards being its own.

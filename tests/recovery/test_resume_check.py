@@ -87,16 +87,8 @@ def _flip_bit(tensor: Tensor) -> None:
     tensor.data.view(torch.int32).view(-1)[0] ^= 1 << 12
 
 
-def _seed_anew(training: Fragile) -> None:
-    np.random.seed(5)
-
-
 def _skip_a_batch(training: Fragile) -> None:
     training.data.next += 1
-
-
-def _other_rate(training: Fragile) -> None:
-    training.optimizers[0].param_groups[0]["lr"] = 0.5
 
 
 def _attribute(training: Fragile) -> None:
@@ -107,10 +99,6 @@ def _zeros_for_none(training: Fragile) -> None:
     training.model.unused.weight.grad = torch.zeros(8, 8)
 
 
-def _moment(training: Fragile) -> None:
-    _flip_bit(training.optimizers[0].state[training.model.head.bias]["exp_avg"])
-
-
 def _frozen(training: Fragile) -> None:
     training.model.frozen.data += 1.0
 
@@ -118,8 +106,12 @@ def _frozen(training: Fragile) -> None:
 #: A fault, the point of the repeated step at which it happens, and what is named; first, unless it begins with "; ".
 FAULTS: list[tuple[Fault, str, str]] = [
     (_skip_a_batch, "before batch", "data position data: "),
-    (_seed_anew, "before batch", "generators numpy"),
-    (_other_rate, "before step", "hyperparameters step 1 of AdamW (optimizer 0).0.lr: 0.5 in place of 0.0"),
+    (lambda training: np.random.seed(5), "before batch", "generators numpy"),
+    (
+        lambda training: training.optimizers[0].param_groups[0].update(lr=0.5),
+        "before step",
+        "hyperparameters step 1 of AdamW (optimizer 0).0.lr: 0.5 in place of 0.0",
+    ),
     (_zeros_for_none, "before step", "gradient of unused.weight: a tensor in place of None"),
     (_attribute, "before batch", "; gradients already differ, first that of "),
     (lambda training: _flip_bit(training.model.head.weight), "before batch", "parameter "),
@@ -128,7 +120,11 @@ FAULTS: list[tuple[Fault, str, str]] = [
         "before batch",
         "buffer body.1.running_mean: 1 of",
     ),
-    (_moment, "before step", "; state head.bias (exp_avg): 1 of"),
+    (
+        lambda training: _flip_bit(training.optimizers[0].state[training.model.head.bias]["exp_avg"]),
+        "before step",
+        "; state head.bias (exp_avg): 1 of",
+    ),
     (_frozen, "before batch", "frozen frozen: 10 of 10 elements differ"),
 ]
 
