@@ -21,7 +21,7 @@ from memckpt.storage.local_store import LocalStore
 from memckpt.storage.retention import leftovers, superseded
 from tests.support.storage.stored_parts import batch_of, part_of
 
-T1, T2, T3 = Timeline(1, "a"), Timeline(2, "b"), Timeline(3, "c")
+T1, T2 = Timeline(1, "a"), Timeline(2, "b")
 
 
 def checkpoint(timeline: Timeline, record: int, content: str = "same", **nodes: tuple[int, ...]) -> Checkpoint:
@@ -123,45 +123,10 @@ def test_a_checkpoint_beyond_a_hole_begins_a_chain_of_its_own_and_the_shorter_wa
     assert reached(found) == [(1, 9, 6), (1, 9, 2), (1, 7, 6), (1, 7, 2), (1, 6, 6), (1, 2, 2)]
 
 
-def test_a_chain_follows_attempts_that_branch_off_in_the_middle_of_a_batch() -> None:
-    found = catalog(
-        checkpoint(T1, 2), batch(T1, 3, 8), batch(T2, 6, 7, follows=T1), batch(T2, 8, 9), batch(T3, 10, 10, follows=T2)
-    )
-    assert reached(found)[0] == (3, 10, 2)
-    point = stored_points(found)[0]
-    assert [(one.timeline.number, one.first, one.last) for one in point.batches] == [
-        (1, 3, 8),
-        (2, 6, 7),
-        (2, 8, 9),
-        (3, 10, 10),
-    ]
-    assert (1, 8, 2) in reached(found)
-
-
-def test_records_are_redone_with_the_gradients_of_the_attempt_that_made_them() -> None:
-    """What an attempt had logged beyond the record that the next one went back to is not on the way."""
-    old, new, newest = batch(T1, 3, 9), batch(T2, 6, 7, follows=T1), batch(T2, 8, 12)
-    found = catalog(checkpoint(T1, 2), old, new, newest)
-    point = stored_points(found)[0]
-    assert (point.timeline, point.record) == (T2, 12)
-    part = point.checkpoint.part_serving(0)
-    used = [(record, one.timeline.number) for record, one in point.gradient_batches(part)]
-    assert used == [(3, 1), (4, 1), (5, 1), *((record, 2) for record in range(6, 13))]
-    before = next(one for one in stored_points(found) if (one.timeline, one.record) == (T1, 9))
-    assert {one.timeline for _, one in before.gradient_batches(part)} == {T1}
-    last = before.last_batch_of(0)
-    assert last.timeline == T1
-
-
 def test_a_record_that_was_logged_twice_has_its_own_states() -> None:
     found = catalog(checkpoint(T1, 2), batch(T1, 3, 9), batch(T1, 7, 7))
     last = stored_points(found)[0].last_batch_of(0)
     assert (last.first, last.last) == (3, 9)
-
-
-def test_a_batch_that_follows_what_is_not_there_is_of_no_use() -> None:
-    found = catalog(checkpoint(T1, 2), batch(T1, 3, 4), batch(T2, 6, 7, follows=T1))
-    assert reached(found) == [(1, 4, 2), (1, 2, 2)]
 
 
 def test_what_is_of_no_use_is_named() -> None:
@@ -197,11 +162,6 @@ def test_with_several_nodes_a_record_is_there_when_all_ranks_parts_are() -> None
         checkpoint(T1, 4, a=(0,), b=(1,)), batch(T2, 5, 6, follows=T1, node="c", ranks=(0, 1), world_size=2)
     )
     assert reached(moved)[0] == (2, 6, 4)
-
-
-def test_gradients_must_be_there() -> None:
-    found = catalog(checkpoint(T1, 4, a=(0,), b=(1,)), batch(T1, 5, 6, node="b", ranks=(1,), world_size=2))
-    assert reached(found) == [(1, 4, 4)]
 
 
 def test_retention_keeps_the_batches_that_kept_checkpoints_need() -> None:
