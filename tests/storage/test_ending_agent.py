@@ -51,9 +51,7 @@ def test_an_agent_that_is_told_to_end_saves_first_and_training_goes_on(lab: Lab)
     died = lab.train(PLAIN, settings, actions={("after commit", 8): preempt, ("backward", 10): kill_both})
     assert "training goes on without protection" in died.log
     assert newest(lab) == 8
-    final = lab.train(PLAIN, settings, seed=2)
-    assert final.restored_step == 8
-    lab.check_same(PLAIN, died, final)
+    goes_on(lab, settings, died, 8)
 
 
 @pytest.mark.promise(
@@ -65,8 +63,7 @@ def test_a_start_waits_for_an_agent_that_still_writes_what_it_holds(lab: Lab) ->
     settings = stored("lazy", every_steps=None)
 
     def preempt(control: Control) -> None:
-        pid = agent_of(control)
-        os.kill(pid, signal.SIGTERM)
+        os.kill(agent_of(control), signal.SIGTERM)
         kill_self(control)
 
     def prepare(control: Control) -> None:
@@ -91,8 +88,7 @@ def test_a_stopped_agent_that_is_told_to_end_saves_what_it_had_not_read_yet(lab:
     settings = stored("lazy", every_steps=None)
 
     def stop(control: Control) -> None:
-        pid = agent_of(control)
-        os.kill(pid, signal.SIGSTOP)
+        os.kill(agent_of(control), signal.SIGSTOP)
 
     died = lab.train(PLAIN, settings, actions={("after commit", 5): stop, ("backward", 9): kill_self})
     serving = AgentAddress.of(lab.run_dir).serving()
@@ -147,9 +143,7 @@ def test_an_agent_that_is_told_to_end_says_so_before_it_saves(
 
     settings = stored("lazy", every_steps=None)
     died = lab.train(PLAIN, settings, actions={("backward", 9): preempt})
-    final = lab.train(PLAIN, settings, seed=2)
-    assert final.restored_step == 8
-    lab.check_same(PLAIN, died, final)
+    goes_on(lab, settings, died, 8)
 
 
 @pytest.mark.promise(
@@ -193,8 +187,7 @@ def test_an_agent_that_cannot_save_tries_again_until_its_grace_period_ends(lab: 
 
     def preempt(control: Control) -> None:
         """And the disk is back once the agent has failed to save."""
-        pid = agent_of(control)
-        os.kill(pid, signal.SIGTERM)
+        os.kill(agent_of(control), signal.SIGTERM)
         until(lambda: "step 8 is not in storage" in AgentAddress.of(lab.run_dir).log_path.read_text())
         place.unlink()
         kill_self(control)

@@ -27,10 +27,10 @@ from memckpt.storage.local_store import LocalStore
 from tests.support.cluster.processes import kill_and_wait
 from tests.support.cluster.waiting import until
 from tests.support.faults.frozen import differences, outcome
-from tests.support.storage.stored_runs import catalog_of, until_ordered
+from tests.support.storage.stored_runs import catalog_of, goes_on, until_ordered
 from tests.support.trainings.cli_harness import invoke
 from tests.support.trainings.engine_cases import PLAIN
-from tests.support.trainings.engine_child import Actions, Control, config, kill_self
+from tests.support.trainings.engine_child import Actions, config, kill_self
 from tests.support.trainings.engine_harness import Lab, collect
 
 REDO = pytest.mark.parametrize("redo", ["lazy", "eager"])
@@ -42,14 +42,14 @@ _AT_A_CHECKPOINT = "storage does not have the state from which step"
 
 
 class Asker:
-    """Asks the agent for a checkpoint at one step of a training, and gets its answer at a later one."""
+    """Asks an agent for a checkpoint, and gets its answer later."""
 
     def __init__(self, place: Path) -> None:
         self._place = place
         self._channel: Channel | None = None
 
-    def ask(self, control: Control) -> None:
-        sock = control.session._link._address.connect()
+    def ask(self, address: AgentAddress) -> None:
+        sock = address.connect()
         assert sock is not None
         self._channel = Channel(sock)
         self._channel.send(SaveTo(str(self._place)))
@@ -57,11 +57,12 @@ class Asker:
         self._channel.send(StatusRequest())
         assert isinstance(self._channel.receive(10)[0], Status)
 
-    def take(self, control: Control) -> None:
+    def take(self) -> int:
+        """The step that the answer names."""
         answer = self._channel.receive(60)[0]
         assert isinstance(answer, Saved), answer
-        control.journal.note("saved", step=answer.step)
         self._channel.close()
+        return answer.step
 
 
 @pytest.mark.promise("the state of a training run can be exported while it goes on")
@@ -76,9 +77,9 @@ def test_a_training_run_gives_its_state_away_and_goes_on(
 ) -> None:
     asker = Asker(tmp_path / "beside")
     actions: Actions = {
-        ("after commit", 8): asker.ask,
+        ("after commit", 8): lambda control: asker.ask(control.session._link._address),
         ("after commit", 9): until_ordered,
-        ("after commit", 12): asker.take,
+        ("after commit", 12): lambda control: control.journal.note("saved", step=asker.take()),
     }
     done = lab.train(PLAIN, config(redo, storage=storage), actions=actions)
     lab.check_same(PLAIN, done)
@@ -97,17 +98,10 @@ def test_whoever_asked_a_trainer_that_dies_gets_what_it_left(lab: Lab, tmp_path:
     child, _ = lab.begin(PLAIN, config("lazy"), actions={("forward", 9): lambda control: signal.pause()})
     address = AgentAddress.of(lab.run_dir)
     until(lambda: (status := ask_status(address)) is not None and status.step == 8)
-    sock = address.connect()
-    assert sock is not None
-    channel = Channel(sock)
-    channel.send(SaveTo(str(tmp_path / "beside")))
-    channel.send(StatusRequest())
-    assert isinstance(channel.receive(10)[0], Status)
+    asker = Asker(tmp_path / "beside")
+    asker.ask(address)
     kill_and_wait(child.pid)
-    answer = channel.receive(60)[0]
-    channel.close()
-    assert isinstance(answer, Saved), answer
-    assert answer.step == 8
+    assert asker.take() == 8
     assert [one.step for one in read_catalog(LocalStore(tmp_path / "beside")).complete] == [8]
     lab.stop()
 
@@ -192,14 +186,12 @@ def blocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_is_held_is_tried_again_until_there_is_a_place_for_it(blocked: Path, lab: Lab) -> None:
     settings = config("lazy", storage=StorageConfig(url=str(blocked / "store"), every_steps=1000))
     agent = lab.start_agent()
-    lab.train(PLAIN, settings, actions={("backward", 9): kill_self})
+    died = lab.train(PLAIN, settings, actions={("backward", 9): kill_self})
     until(lambda: agent.log.read_text().count("step 8 is not in storage") >= 2)
     blocked.unlink()
     until(lambda: bool(read_catalog(LocalStore(blocked / "store")).complete))
     kill_and_wait(agent.pid)
-    final = lab.train(PLAIN, settings, seed=2)
-    assert final.restored_step == 8
-    lab.check_same(PLAIN, final)
+    goes_on(lab, settings, died, 8)
 
 
 def test_a_final_step_that_has_no_place_is_held_until_there_is_one(blocked: Path, lab: Lab) -> None:

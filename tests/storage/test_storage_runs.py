@@ -42,7 +42,14 @@ from tests.support.trainings.engine_harness import Lab, collect
 from tests.support.trainings.engine_training import Case
 
 REDO = pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
-LIMIT_SECONDS = 60.0
+#: The steps 5 and 10 are in storage when agent and trainer die.
+DIES_AFTER_10: Actions = {
+    **BEFORE_5,
+    ("after commit", 7): until_stored(5),
+    **BEFORE_10,
+    ("after commit", 12): until_stored(10),
+    ("backward", 14): kill_both,
+}
 
 
 @pytest.mark.promise("after the death of agent and trainer a run resumes from a disk, and from an object store")
@@ -123,14 +130,7 @@ def test_an_order_that_died_with_its_trainer_is_given_again(lab: Lab) -> None:
 @REDO
 def test_the_same_with_an_object_store(bucket: Bucket, lab: Lab, redo: str) -> None:
     settings = stored(redo, url=bucket.url)
-    actions: Actions = {
-        **BEFORE_5,
-        ("after commit", 7): until_stored(5),
-        **BEFORE_10,
-        ("after commit", 12): until_stored(10),
-        ("backward", 14): kill_both,
-    }
-    first = lab.train(PLAIN, settings, actions=actions)
+    first = lab.train(PLAIN, settings, actions=DIES_AFTER_10)
     final = lab.train(PLAIN, settings, seed=2)
     assert final.restored_step == 10
     assert "resuming from storage" in final.log
@@ -218,14 +218,7 @@ def test_a_newcomer_that_comes_at_once_is_served_from_memory(lab: Lab) -> None:
 @pytest.mark.promise("agent and trainer of one node together, without peers")
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(lab: Lab) -> None:
     settings = stored("lazy")
-    actions: Actions = {
-        **BEFORE_5,
-        ("after commit", 7): until_stored(5),
-        **BEFORE_10,
-        ("after commit", 12): until_stored(10),
-        ("backward", 14): kill_both,
-    }
-    died = lab.train(PLAIN, settings, actions=actions)
+    died = lab.train(PLAIN, settings, actions=DIES_AFTER_10)
     checkpoint = catalog_of(lab).complete[0]
     assert checkpoint.step == 10
     damaged = next(file for file in checkpoint.part_serving(0).files if file.path.endswith(".distcp"))
