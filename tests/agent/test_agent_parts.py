@@ -183,18 +183,6 @@ def test_a_process_whose_main_thread_has_ended_is_there_while_another_thread_lis
     listener.close()
 
 
-def test_a_process_handle_names_the_process_at_the_other_end(lab: Lab) -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    handle = ProcessHandle.of_peer(ours, os.getpid())
-    assert handle.alive()
-    assert not handle.wait(0)
-    assert not os.get_inheritable(handle.fd)
-    handle.close()
-    handle.close()
-    ours.close()
-    theirs.close()
-
-
 def test_a_process_handle_kills_and_sees_the_end(lab: Lab) -> None:
     read_fd, write_fd = os.pipe()
     child = lab.fork(lambda: os.read(read_fd, 1) and None, "waits")
@@ -294,19 +282,6 @@ def test_no_more_than_so_much_waits_for_a_process(replicator: Replicator, monkey
 
 
 # Memory
-
-
-def test_a_region_is_shared_with_whoever_gets_its_descriptor() -> None:
-    region = Region.create("test", 8192)
-    other = Region.open(os.dup(region.fd))
-    region.map[5] = 7
-    assert other.map[5] == 7
-    region.populate_in_background()
-    region._populating.join(20)
-    assert not region._populating.is_alive()
-    for each in (region, other):
-        each.close()
-        each.close()
 
 
 def test_a_region_that_a_limit_of_this_process_forbids_is_refused_by_name(lab: Lab) -> None:

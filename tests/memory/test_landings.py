@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -56,15 +57,19 @@ class Bench:
             reader.close()
 
 
-def make_bench(copier: Copier, count: int) -> Bench:
-    model = torch.nn.ParameterList([torch.zeros(4, 3) for _ in range(count)])
+@contextmanager
+def made_bench(copier: Copier) -> Iterator[Bench]:
+    model = torch.nn.ParameterList([torch.zeros(4, 3) for _ in range(5)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     live = LiveState(model, [optimizer], {})
     spec = live.spec(SpecRequest(mode="lazy", period=2, slots=2, local_ranks=(0,), world_size=1))
     layout = Layout(spec)
     region = Region.create("slots", layout.slots_bytes)
     writer = SlotWriter(GenerationRegions(layout, region, None, None), GENERATION, live, 0, copier)
-    return Bench(list(model), optimizer, Recorder(live, copier, StallClock()), writer, region)
+    try:
+        yield Bench(list(model), optimizer, Recorder(live, copier, StallClock()), writer, region)
+    finally:
+        writer.close()
 
 
 @pytest.fixture(params=[HostCopier, DeferredCopier])
@@ -75,38 +80,14 @@ def copier(request: pytest.FixtureRequest) -> Copier:
 
 @pytest.fixture
 def bench(copier: Copier) -> Iterator[Bench]:
-    made = make_bench(copier, 5)
-    yield made
-    made.writer.close()
+    with made_bench(copier) as made:
+        yield made
 
 
 def settle(bench: Bench, copier: Copier) -> None:
     """Let copies that are on their way arrive, and have the recorder look."""
     copier.token()()
     bench.recorder.gradients.mark_landed()
-
-
-def test_marks_say_what_has_landed_how_often_and_in_which_order(bench: Bench, copier: Copier) -> None:
-    bench.begin(RECORD)
-    for index, value in ((3, 1.0), (1, 2.0), (3, 3.0)):
-        bench.stage(index, value)
-    settle(bench, copier)
-    assert bench.found(RECORD) == {3: (2, 3.0), 1: (1, 2.0)}
-    assert [one.param for one in sorted(bench.writer.landings.landed(RECORD), key=lambda one: one.order)] == [1, 3]
-    assert bench.writer.landings.tap(RECORD) == "streaming"
-
-
-def test_a_slot_that_is_opened_anew_has_nothing(bench: Bench, copier: Copier) -> None:
-    bench.begin(RECORD)
-    bench.stage(0, 1.0)
-    settle(bench, copier)
-    ring = bench.writer.layout.ring
-    bench.begin(RECORD + ring)  # the same slot
-    assert bench.found(RECORD) == {}
-    assert bench.found(RECORD + ring) == {}
-    other = Landings(bench.region, bench.writer.layout, GENERATION + 1, 0)
-    assert other.tap(RECORD + ring) is None  # of another generation
-    other.close()
 
 
 def test_what_was_changed_before_the_step_is_not_as_backward_made_it(bench: Bench, copier: Copier) -> None:
@@ -129,9 +110,8 @@ def test_what_was_changed_before_the_step_is_not_as_backward_made_it(bench: Benc
 def test_no_copy_on_its_way_is_taken_for_whole(seed: int) -> None:
     """Copies that arrive late, in parts and behind others, and gradients that are made again meanwhile."""
     draw, copier = random.Random(seed), DeferredCopier()
-    bench = make_bench(copier, 5)
     newest: dict[int, tuple[int, float]] = {}
-    try:
+    with made_bench(copier) as bench:
         bench.begin(RECORD)
         for moment in range(1, 60):
             match draw.choice(["stage", "stage", "arrive", "look"]):
@@ -147,16 +127,13 @@ def test_no_copy_on_its_way_is_taken_for_whole(seed: int) -> None:
             assert bench.found(RECORD).items() <= newest.items()
         settle(bench, copier)
         assert bench.found(RECORD) == newest
-    finally:
-        bench.writer.close()
 
 
 def test_a_copy_that_is_being_made_is_not_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer may die in the middle of a copy over a gradient that had landed."""
     copier = HostCopier()
-    bench = make_bench(copier, 2)
     seen = []
-    try:
+    with made_bench(copier) as bench:
         bench.begin(RECORD)
         bench.stage(0, 1.0)
         original = copier.copy
@@ -171,5 +148,3 @@ def test_a_copy_that_is_being_made_is_not_marked(monkeypatch: pytest.MonkeyPatch
         bench.stage(1, 3.0)
         assert seen == [{}, {0: (2, 2.0)}]
         assert bench.found(RECORD) == {0: (2, 2.0), 1: (1, 3.0)}
-    finally:
-        bench.writer.close()

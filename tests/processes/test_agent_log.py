@@ -21,18 +21,6 @@ def logger_to(handler: logging.Handler) -> logging.Logger:
     return logger
 
 
-def test_lines_are_written_in_order() -> None:
-    read_fd, write_fd = os.pipe()
-    handler = QueuedLines(write_fd)
-    logger = logger_to(handler)
-    for number in range(100):
-        logger.info("line %d", number)
-    handler.stop()
-    os.close(write_fd)
-    with open(read_fd) as stream:
-        assert stream.read().split("\n") == [*(f"line {number}" for number in range(100)), ""]
-
-
 def test_what_finds_no_room_is_dropped_and_counted() -> None:
     read_fd, write_fd = os.pipe()
     fill(write_fd)

@@ -59,20 +59,6 @@ def test_a_function_is_called_while_there_is_something_to_read(loop: EventLoop, 
     assert len(read) == 3
 
 
-def test_there_is_room_to_write_where_that_is_asked_for(pair: Sockets) -> None:
-    """Only an agent asks for it."""
-    called: list[str] = []
-    with closing(EventLoop()) as loop:
-        loop.attend(pair[0], lambda: called.append("room"), to_write=True)
-        loop.turn()
-        assert called == ["room"]
-        loop.attend(pair[0], lambda: called.append("to read"))
-        loop.beat_seconds = 0.0
-        loop.turn()
-        assert called == ["room"]
-        loop.unregister(pair[0])
-
-
 def test_what_is_forgotten_in_a_turn_is_not_called_in_it_nor_what_takes_its_descriptor(
     loop: EventLoop, pair: Sockets
 ) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memckpt.agent.saving import schedule as schedule_module
-from memckpt.agent.saving.schedule import Pace, Schedule
+from memckpt.agent.saving.schedule import Schedule
 from memckpt.config import StorageConfig
 from memckpt.journal.events import Decision
 from memckpt.memory.generation import Generation
@@ -249,9 +249,10 @@ def test_an_attempt_begins_with_nothing_that_was_wanted_of_the_one_before(clock:
     assert run.due() is None
 
 
-def test_without_storage_nothing_is_due(clock: Clock) -> None:
+def test_without_storage_nothing_is_due_and_writing_for_others_has_a_limit_too(clock: Clock) -> None:
     run = Run(clock)
     run.schedule.configure(None)
+    assert run.schedule.limit_seconds() == StorageConfig().timeout_seconds
     run.schedule.preempt(25.0)
     assert run.due() is None
 
@@ -313,12 +314,6 @@ def test_in_a_grace_period_writing_may_take_no_longer_than_that(clock: Clock) ->
     clock.passes(1.0)
     assert not run.schedule.preempted
     assert run.schedule.limit_seconds() == 1800.0, "it was an ordinary restart"
-
-
-def test_without_a_configuration_writing_for_others_has_a_limit_too(clock: Clock) -> None:
-    run = Run(clock)
-    run.schedule.configure(None)
-    assert run.schedule.limit_seconds() == StorageConfig().timeout_seconds
 
 
 # What is said of it
@@ -386,17 +381,6 @@ def test_no_more_is_lost_than_was_said_while_steps_and_storage_are_as_fast_as_be
 
 
 # Tuned
-
-
-def test_pace_is_known_after_enough_records() -> None:
-    pace = Pace()
-    for record in range(1, 9):
-        pace.add_record(record, record * 2.0)
-    assert pace.seconds is None
-    pace.add_record(9, 18.0)
-    assert pace.seconds == 2.0
-    pace.restart()
-    assert pace.seconds is None
 
 
 def test_the_interval_follows_failures_and_costs_within_its_budget(clock: Clock) -> None:

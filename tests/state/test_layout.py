@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memckpt.state.layout import HEADER_BYTES, PAGE, Layout, aligned
+from memckpt.state.layout import HEADER_BYTES, PAGE, Layout
 from memckpt.state.spec import (
     ITEM_BYTES,
     OwnerSpec,
@@ -182,20 +182,6 @@ def test_another_process_computes_the_same_layout_from_the_message(spec: StateSp
     assert [ranges_in_slot(ours, record) for record in range(3)] == [
         ranges_in_slot(theirs, record) for record in range(3)
     ]
-
-
-@given(specs())
-@settings(max_examples=50, deadline=None)
-def test_every_parameter_is_staged_by_one_rank_of_the_node(spec: StateSpec) -> None:
-    layout = Layout(spec)
-    assert len(layout.stagers) == len(spec.params)
-    assert set(layout.stagers) <= set(spec.local_ranks)
-
-
-@given(st.integers(0, 10**9), st.sampled_from([1, 2, 64, 4096]))
-def test_aligned_rounds_up(size: int, unit: int) -> None:
-    assert 0 <= aligned(size, unit) - size < unit
-    assert aligned(size, unit) % unit == 0
 
 
 @pytest.mark.parametrize("period", [2, 4, 8, 32])
