@@ -6,17 +6,23 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from memckpt.config import AgentConfig
 from tests.support.cluster import peers_lab
+from tests.support.cluster.peers_lab import kill_agent, kill_replicator, kill_replicators, stop_agent, stop_both
 from tests.support.cluster.sharded_cases import Setup, named
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.killed_ranks import Death, noted, reference
 
 FSDP, DDP = Setup(world_size=4), Setup("ddp", 4)
 slow = pytest.mark.slow
+
+
+def slowly(*cases: tuple[Any, ...]) -> list[Any]:
+    return [pytest.param(*case, marks=slow) for case in cases]
 
 
 # Records on their way
@@ -59,25 +65,20 @@ def test_what_was_on_its_way_may_be_lost_and_nothing_that_was_acknowledged(
 @pytest.mark.parametrize(
     ("setup", "ack", "redo", "who", "dies"),
     [
-        (Setup(), "wait", "lazy", 1, peers_lab.kill_agent),
-        pytest.param(FSDP, "wait", "lazy", 1, peers_lab.kill_agent, marks=slow),
-        pytest.param(DDP, "proceed", "lazy", 0, peers_lab.kill_replicator, marks=slow),
-        pytest.param(FSDP, "wait", "lazy", 0, peers_lab.kill_agent, marks=slow),
-        pytest.param(FSDP, "proceed", "lazy", 1, peers_lab.kill_agent, marks=slow),
-        pytest.param(FSDP, "wait", "eager", 1, peers_lab.kill_agent, marks=slow),
-        pytest.param(DDP, "wait", "lazy", 0, peers_lab.kill_agent, marks=slow),
-        pytest.param(DDP, "proceed", "eager", 2, peers_lab.kill_agent, marks=slow),
-        pytest.param(FSDP, "wait", "lazy", 0, peers_lab.kill_replicator, marks=slow),
-        pytest.param(FSDP, "wait", "lazy", 1, peers_lab.kill_replicator, marks=slow),
-        pytest.param(FSDP, "proceed", "lazy", 1, peers_lab.kill_replicator, marks=slow),
-        pytest.param(FSDP, "wait", "eager", 1, peers_lab.kill_replicator, marks=slow),
-        pytest.param(DDP, "wait", "eager", 1, peers_lab.kill_replicator, marks=slow),
-        pytest.param(FSDP, "wait", "lazy", 1, peers_lab.kill_replicators, marks=slow),
-        pytest.param(FSDP, "wait", "eager", 0, peers_lab.kill_replicators, marks=slow),
-        pytest.param(DDP, "proceed", "lazy", 1, peers_lab.kill_replicators, marks=slow),
+        (Setup(), "wait", "lazy", 1, kill_agent),
+        *slowly(
+            (FSDP, "wait", "lazy", 1, kill_agent), (DDP, "proceed", "lazy", 0, kill_replicator),
+            (FSDP, "wait", "lazy", 0, kill_agent), (FSDP, "proceed", "lazy", 1, kill_agent),
+            (FSDP, "wait", "eager", 1, kill_agent), (DDP, "wait", "lazy", 0, kill_agent),
+            (DDP, "proceed", "eager", 2, kill_agent), (FSDP, "wait", "lazy", 0, kill_replicator),
+            (FSDP, "wait", "lazy", 1, kill_replicator), (FSDP, "proceed", "lazy", 1, kill_replicator),
+            (FSDP, "wait", "eager", 1, kill_replicator), (DDP, "wait", "eager", 1, kill_replicator),
+            (FSDP, "wait", "lazy", 1, kill_replicators), (FSDP, "wait", "eager", 0, kill_replicators),
+            (DDP, "proceed", "lazy", 1, kill_replicators),
+        ),
     ],
     ids=named,
-)
+)  # fmt: skip
 def test_protection_becomes_whole_again_after_the_death_of_an_agent_or_replicator(
     lab: Lab, setup: Setup, ack: str, redo: str, who: int, dies: Callable[[peers_lab.PeersRank], None]
 ) -> None:
@@ -92,14 +93,14 @@ def test_protection_becomes_whole_again_after_the_death_of_an_agent_or_replicato
 
 
 @slow
-@pytest.mark.parametrize("dies", [peers_lab.kill_replicator, peers_lab.kill_agent], ids=named)
+@pytest.mark.parametrize("dies", [kill_replicator, kill_agent], ids=named)
 def test_two_replicators_that_are_replaced_one_after_the_other_find_each_other(
     lab: Lab, dies: Callable[[peers_lab.PeersRank], None]
 ) -> None:
     """Each has a plan that says where the other one was."""
     job = peers_lab.peers_job(lab, FSDP, peers_lab.peers_config(2, 2))
     expected = reference(lab, job)
-    acts = [peers_lab.Act(1, 3, "forward", peers_lab.kill_replicator), peers_lab.Act(3, 3, "forward", dies)]
+    acts = [peers_lab.Act(1, 3, "forward", kill_replicator), peers_lab.Act(3, 3, "forward", dies)]
     died = peers_lab.fail(lab, replace(job, acts=acts, protected_at=(2, 7)), Death("node1,node3", 8, "backward"))
     assert [[each["step"] for each in rank] for rank in noted(died, "protected")] == [[2, 7]] * 4
     peers_lab.recovers(lab, died, expected)
@@ -113,7 +114,7 @@ def test_nobody_waits_for_ranks_that_have_to_get_on_to_begin_anew(lab: Lab, setu
     job = peers_lab.peers_job(lab, setup, peers_lab.peers_config(1, 1, redo), nodes=2)
     expected = reference(lab, job)
     # Once gradients are reduced the other rank, too, is in that step: before, it may still wait for protection.
-    acts = [peers_lab.Act(2, step, "reduced", peers_lab.kill_agent) for step in (3, 6)]
+    acts = [peers_lab.Act(2, step, "reduced", kill_agent) for step in (3, 6)]
     last = replace(job, acts=acts, protected_at=(2, 9))
     peers_lab.finishes(lab, last, expected)
     assert len(noted(last, "acted")[2]) == 2
@@ -152,17 +153,13 @@ def test_a_replicator_that_is_stopped_is_replaced_and_nothing_acknowledged_is_lo
 )
 @pytest.mark.parametrize(
     ("setup", "redo", "who", "stops"),
-    [
-        pytest.param(DDP, "lazy", 1, peers_lab.stop_both, marks=slow),
-        pytest.param(DDP, "lazy", 1, peers_lab.stop_agent, marks=slow),
-        pytest.param(FSDP, "lazy", 2, peers_lab.stop_both, marks=slow),
-        pytest.param(FSDP, "lazy", 0, peers_lab.stop_both, marks=slow),
-        pytest.param(FSDP, "lazy", 0, peers_lab.stop_agent, marks=slow),
-        pytest.param(FSDP, "eager", 1, peers_lab.stop_both, marks=slow),
-        pytest.param(DDP, "eager", 1, peers_lab.stop_agent, marks=slow),
-    ],
+    slowly(
+        (DDP, "lazy", 1, stop_both), (DDP, "lazy", 1, stop_agent), (FSDP, "lazy", 2, stop_both),
+        (FSDP, "lazy", 0, stop_both), (FSDP, "lazy", 0, stop_agent), (FSDP, "eager", 1, stop_both),
+        (DDP, "eager", 1, stop_agent),
+    ),
     ids=named,
-)
+)  # fmt: skip
 def test_training_goes_on_without_a_node_that_stands_still_and_with_it_when_it_is_back(
     lab: Lab, setup: Setup, redo: str, who: int, stops: Callable[[peers_lab.PeersRank], None]
 ) -> None:

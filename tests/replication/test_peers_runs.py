@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +43,10 @@ PLACES = ["forward", "backward", "reduced", "in step", "stepped", "in commit", "
 slow = pytest.mark.slow
 
 
+def slowly(*cases: tuple[Any, ...]) -> list[Any]:
+    return [pytest.param(*case, marks=slow) for case in cases]
+
+
 # Nodes die
 
 
@@ -57,29 +62,16 @@ slow = pytest.mark.slow
         (FSDP, 2, 2, "lazy", 2),
         (FSDP, 1, 2, "lazy", 3),
         (Setup(), 1, 1, "lazy", 3),
-        pytest.param(FSDP, 2, 2, "lazy", 3, marks=slow),
-        pytest.param(DDP, 3, 1, "lazy", 3, marks=slow),
-        pytest.param(FSDP, 1, 1, "eager", 3, marks=slow),
-        pytest.param(FSDP, 3, 1, "eager", 3, marks=slow),
-        pytest.param(FSDP, 1, 1, "lazy", 3, marks=slow),
-        pytest.param(FSDP, 1, 2, "eager", 3, marks=slow),
-        pytest.param(DDP, 1, 1, "lazy", 3, marks=slow),
-        pytest.param(DDP, 1, 1, "eager", 3, marks=slow),
-        pytest.param(DDP, 1, 2, "lazy", 3, marks=slow),
-        pytest.param(HSDP, 1, 1, "eager", 3, marks=slow),
-        pytest.param(DDP, 2, 2, "eager", 3, marks=slow),
-        pytest.param(FSDP6, 1, 1, "lazy", 3, marks=slow),
-        pytest.param(FSDP6, 3, 1, "lazy", 3, marks=slow),
-        pytest.param(FSDP6, 2, 2, "lazy", 3, marks=slow),
-        pytest.param(FSDP6, 4, 2, "lazy", 3, marks=slow),
-        pytest.param(FSDP6, 4, 2, "eager", 3, marks=slow),
-        pytest.param(DDP6, 1, 1, "eager", 3, marks=slow),
-        pytest.param(DDP6, 3, 1, "lazy", 3, marks=slow),
-        pytest.param(DDP6, 2, 2, "lazy", 3, marks=slow),
-        pytest.param(DDP6, 4, 2, "lazy", 3, marks=slow),
+        *slowly(
+            (FSDP, 2, 2, "lazy", 3), (DDP, 3, 1, "lazy", 3), (FSDP, 1, 1, "eager", 3), (FSDP, 3, 1, "eager", 3),
+            (FSDP, 1, 1, "lazy", 3), (FSDP, 1, 2, "eager", 3), (DDP, 1, 1, "lazy", 3), (DDP, 1, 1, "eager", 3),
+            (DDP, 1, 2, "lazy", 3), (HSDP, 1, 1, "eager", 3), (DDP, 2, 2, "eager", 3), (FSDP6, 1, 1, "lazy", 3),
+            (FSDP6, 3, 1, "lazy", 3), (FSDP6, 2, 2, "lazy", 3), (FSDP6, 4, 2, "lazy", 3), (FSDP6, 4, 2, "eager", 3),
+            (DDP6, 1, 1, "eager", 3), (DDP6, 3, 1, "lazy", 3), (DDP6, 2, 2, "lazy", 3), (DDP6, 4, 2, "lazy", 3),
+        ),
     ],
     ids=named,
-)
+)  # fmt: skip
 def test_goes_on_from_peers_when_nodes_are_lost(
     lab: Lab, setup: Setup, data: int, tolerate: int, redo: str, losses: int
 ) -> None:
