@@ -109,26 +109,28 @@ def test_a_tail_that_is_too_long_or_none_is_refused() -> None:
 # The leader
 
 
-def test_the_watermark_is_what_all_have() -> None:
-    leader = Leader(["a", "b"], 10)
-    assert leader.watermark == Watermark(10, False)
-    assert leader.acknowledged(Acknowledged("a", 12, 0, True)) is None
-    assert leader.missing() == ("b",)
-    assert leader.acknowledged(Acknowledged("b", 11, 0, False)) == Watermark(11, False)
-    assert leader.missing() == ("b",)
-    assert leader.acknowledged(Acknowledged("b", 12, 0, True)) == Watermark(12, True)
-    assert leader.acknowledged(Acknowledged("b", 12, 0, True)) is None
-    assert leader.watermark == Watermark(12, True)
-
-
-def test_the_watermark_never_goes_back_and_strangers_do_not_count() -> None:
-    leader = Leader(["a", "b"], 0)
-    leader.acknowledged(Acknowledged("a", 5, 0, True))
-    leader.acknowledged(Acknowledged("b", 5, 0, True))
-    assert leader.acknowledged(Acknowledged("stranger", 9, 0, True)) is None
-    assert leader.acknowledged(Acknowledged("b", 1 << 62, 0, True)) is None
-    assert leader.acknowledged(Acknowledged("b", -(1 << 62), 0, False)) == Watermark(5, False)
-    assert leader.missing() == ("a", "b")
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["a", "b", "c", "stranger"]),
+            st.integers(0, 20) | st.sampled_from([-(1 << 62), 1 << 62]),
+            st.booleans(),
+        ),
+        max_size=40,
+    )
+)
+def test_the_watermark_is_the_newest_record_that_all_nodes_have_had_at_once(said: list[tuple[str, int, bool]]) -> None:
+    leader, newest, told = Leader("abc", 3), dict[str, tuple[int, bool]](), Watermark(3, False)
+    assert leader.watermark == told
+    for node, record, whole in said:
+        now = leader.acknowledged(Acknowledged(node, record, 0, whole))
+        if node != "stranger":
+            newest[node] = record, whole
+        heard = len(newest) == 3
+        common = min(record for record, _ in newest.values()) if heard else 3
+        before, told = told, Watermark(max(told.record, common), heard and all(whole for _, whole in newest.values()))
+        assert now == (None if told == before else told)
+        assert leader.watermark == told
 
 
 def test_nothing_is_whole_while_a_node_is_not_heard() -> None:
@@ -141,22 +143,6 @@ def test_nothing_is_whole_while_a_node_is_not_heard() -> None:
     assert leader.acknowledged(Acknowledged("a", 6, 0, True)) is None
     assert leader.missing() == ("b",)
     assert leader.look(0, frozenset()) == Watermark(5, True)
-
-
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 20), st.booleans()), max_size=40))
-def test_every_node_has_what_the_watermark_says(said: list[tuple[str, int, bool]]) -> None:
-    leader = Leader("abc", 3)
-    newest: dict[str, int] = {}
-    told = leader.watermark
-    for node, record, whole in said:
-        newest[node] = max(newest.get(node, 0), record)
-        now = leader.acknowledged(Acknowledged(node, record, 0, whole))
-        if now is not None:
-            assert now != told
-            assert now.record >= told.record
-            told = now
-        assert told == leader.watermark
-        assert told.record == 3 or all(newest.get(one, 0) >= told.record for one in "abc")
 
 
 def test_nobody_waits_while_a_node_has_lost_all_that_it_had() -> None:

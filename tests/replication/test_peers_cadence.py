@@ -180,26 +180,27 @@ def measured(meter: LinkMeter, happens: Callable[[int], tuple[float, bool, bool]
     return meter.needed
 
 
-def test_links_that_carry_each_record() -> None:
+@pytest.mark.parametrize(
+    ("happens", "needed"),
+    [
+        (lambda record: (0.0, True, False), 1),
+        (lambda record: (4.0, True, False), 10),  # a record takes 5 steps, a state twice that
+        (lambda record: (0.0, record % 4 == 0, record % 4 != 0), 8),
+        (lambda record: (30.0 * (record % 40 == 0), True, False), 1),  # a peer that is away for a while
+        (lambda record: (0.01, True, False), 1),  # what is allowed
+        (lambda record: (0.1 * (record % 3 == 0), True, False), 1),
+    ],
+)
+def test_waits_and_records_that_are_left_out_say_how_much_links_carry(
+    happens: Callable[[int], tuple[float, bool, bool]], needed: int
+) -> None:
+    meter = LinkMeter(0.03)
+    meter.ratio = 2.0
+    assert measured(meter, happens) == needed
+
+
+def test_what_links_carry_is_not_known_before_there_is_enough_to_judge_by() -> None:
     assert measured(LinkMeter(0.03), lambda record: (0.0, True, False), records=20) == 0
-    assert measured(LinkMeter(0.03), lambda record: (0.0, True, False)) == 1
-
-
-@pytest.mark.parametrize(("seconds", "every"), [(30.0, 40), (0.01, 1), (0.1, 3)])
-def test_a_peer_that_is_away_for_a_while_and_what_is_allowed_say_nothing(seconds: float, every: int) -> None:
-    assert measured(LinkMeter(0.03), lambda record: (seconds * (record % every == 0), True, False)) == 1
-
-
-def test_waiting_at_each_step_says_how_much_links_carry() -> None:
-    meter = LinkMeter(0.03)
-    meter.ratio = 2.0
-    assert measured(meter, lambda record: (4.0, True, False)) == 10  # a record takes 5 steps, a state twice that
-
-
-def test_records_that_are_left_out_say_how_much_links_carry() -> None:
-    meter = LinkMeter(0.03)
-    meter.ratio = 2.0
-    assert measured(meter, lambda record: (0.0, record % 4 == 0, record % 4 != 0)) == 8
     assert measured(LinkMeter(0.03), lambda record: (0.0, record % 500 == 499, True), records=1010) >= 400
 
 

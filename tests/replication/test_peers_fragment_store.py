@@ -57,12 +57,14 @@ class Shelf:
         self, record: int, stripes: int = 1, content: bytes = b"x", **other: Any
     ) -> list[Stored | NotStored | None]:
         """All fragments of a record; what is said to each."""
-        said = []
-        for stripe in range(stripes):
-            size = STRIPE_BYTES if stripe < stripes - 1 else 100
-            fragment, payload = sealed(record, stripe, stripes, (content * size)[:size], **other)
-            said.append(self.fragment_store.put(fragment, 100 + record, payload))
-        return said
+        return [self.put_one(record, stripe, stripes, content, **other) for stripe in range(stripes)]
+
+    def put_one(
+        self, record: int, stripe: int, stripes: int, content: bytes, **other: Any
+    ) -> Stored | NotStored | None:
+        size = STRIPE_BYTES if stripe < stripes - 1 else 100
+        fragment, payload = sealed(record, stripe, stripes, (content * size)[:size], **other)
+        return self.fragment_store.put(fragment, 100 + record, payload)
 
     @property
     def window(self) -> KeptWindow:
@@ -231,19 +233,14 @@ def test_of_a_record_that_was_not_whole_nothing_is_found(records: Records, prese
         shelf.put(record, stripes=3)
     newest = 3 + shelf.window.sizes.kept
     for stripe in range(present):
-        fragment, payload = sealed(newest, stripe, 3, b"y" * STRIPE_BYTES)
-        assert shelf.fragment_store.put(fragment, 0, payload) is None
+        assert shelf.put_one(newest, stripe, 3, b"y") is None
     shelf.fragment_store.unmap()
-    holder = adopted(agent)
+    shelf.fragment_store = adopted(agent)
     first = 3 if present == 0 else 4
-    assert holder.held(lambda window: None)[0].records == tuple(range(first, newest))
-    holder.begin_attempt("a1", None, CODE, rejoined=True)
+    assert shelf.fragment_store.held(lambda window: None)[0].records == tuple(range(first, newest))
+    shelf.fragment_store.begin_attempt("a1", None, CODE, rejoined=True)
     # From its beginning: what is left of the first try does not count.
-    for stripe in range(2):
-        fragment, payload = sealed(newest, stripe, 3, b"z" * STRIPE_BYTES)
-        assert holder.put(fragment, 0, payload) is None
-    fragment, payload = sealed(newest, 2, 3, b"z" * 100)
-    assert holder.put(fragment, 0, payload) == Stored((0, 1), "g", newest)
+    assert shelf.put(newest, stripes=3, content=b"z") == [None, None, Stored((0, 1), "g", newest)]
 
 
 def test_memory_that_fits_no_window_is_refused(records: Records) -> None:
@@ -257,33 +254,13 @@ def test_memory_that_fits_no_window_is_refused(records: Records) -> None:
 
 def test_half_a_record_is_none(records: Records) -> None:
     shelf = opened(records)
-    first, payload = sealed(3, 0, 2, bytes(STRIPE_BYTES))
-    assert shelf.fragment_store.put(first, 3, payload) is None
+    assert shelf.put_one(3, 0, 2, b"x") is None
     window = shelf.window
     assert (window.records(), window.manifest(3), window.fragment(3, 0)) == ([], None, None)
     shelf.fragment_store.abandon((0, 1), "g", 3)
-    last, payload = sealed(3, 1, 2, b"end")
-    assert shelf.fragment_store.put(last, 3, payload) is None
-    # Of another making: what was here of it does not make it whole.
-    first, payload = sealed(3, 0, 3, bytes(STRIPE_BYTES))
-    assert shelf.fragment_store.put(first, 3, payload) is None
-    second, payload = sealed(3, 1, 3, bytes(STRIPE_BYTES))
-    assert shelf.fragment_store.put(second, 3, payload) is None
+    # Neither is its end, nor what is here of it together with parts of another making.
+    assert [shelf.put_one(3, stripe, of, b"x") for stripe, of in ((1, 2), (0, 3), (1, 3))] == [None] * 3
     assert window.records() == []
-
-
-def test_the_oldest_goes_when_the_room_is_full(records: Records) -> None:
-    shelf = opened(records)
-    shelf.put(STATIC)
-    for record in range(1, 9):
-        shelf.put(record)
-    assert shelf.records() == [4, 5, 6, 7, 8]
-    [held] = shelf.fragment_store.held(lambda window: None)
-    assert held.static
-    before = shelf.fragment_store.nbytes
-    for record in range(9, 30):
-        shelf.put(record)
-    assert shelf.fragment_store.nbytes == before
 
 
 def test_large_records_get_more_room_once(records: Records) -> None:
@@ -315,22 +292,12 @@ def test_no_room_is_said_and_leaves_what_is_here(records: Records) -> None:
     assert shelf.records() == [4]
 
 
+PIECE = TensorSpec("p", (4,), "float32", Shard((0,), (8,)))
 WRONG_WINDOWS: dict[str, dict[str, Any]] = {
     "another owner's layout": {"owner": (2, 3)},
     "no layout": {"spec": b""},
     "no text": {"spec": b"\xd9\x01\xff"},
 }
-
-
-@pytest.mark.parametrize("wrong", WRONG_WINDOWS)
-def test_a_window_that_cannot_be_is_refused(records: Records, wrong: str) -> None:
-    shelf = Shelf()
-    answer = shelf.fragment_store.open(msgspec.structs.replace(records.window("g", CODE), **WRONG_WINDOWS[wrong]))
-    assert isinstance(answer, NotStored)
-    assert (shelf.fragment_store.windows(), shelf.open_rooms) == ([], 0)
-
-
-PIECE = TensorSpec("p", (4,), "float32", Shard((0,), (8,)))
 WRONG_LAYOUTS: dict[str, dict[str, Any]] = {
     "a dtype that is none": {"by_value": (TensorSpec("t", (1,), "float3"),)},
     "a shape that is none": {"by_value": (TensorSpec("t", (-1,), "float32"),)},
@@ -347,13 +314,14 @@ WRONG_LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG_LAYOUTS)
-def test_a_layout_that_cannot_be_is_refused(records: Records, wrong: str) -> None:
+@pytest.mark.parametrize("wrong", [*WRONG_WINDOWS, *WRONG_LAYOUTS])
+def test_a_window_that_cannot_be_is_refused(records: Records, wrong: str) -> None:
     shelf = Shelf()
-    spec = msgspec.msgpack.encode(msgspec.structs.replace(SPEC, **WRONG_LAYOUTS[wrong]))
-    answer = shelf.fragment_store.open(msgspec.structs.replace(records.window("g", CODE), spec=spec))
+    spec = msgspec.msgpack.encode(msgspec.structs.replace(SPEC, **WRONG_LAYOUTS.get(wrong, {})))
+    changes = {"spec": spec, **WRONG_WINDOWS.get(wrong, {})}
+    answer = shelf.fragment_store.open(msgspec.structs.replace(records.window("g", CODE), **changes))
     assert isinstance(answer, NotStored)
-    assert "layout" in answer.reason
+    assert wrong in WRONG_WINDOWS or "layout" in answer.reason
     assert (shelf.fragment_store.windows(), shelf.open_rooms) == ([], 0)
 
 
@@ -492,6 +460,7 @@ def test_an_owner_has_only_so_many_generations(records: Records) -> None:
 @settings(max_examples=60, deadline=None)
 def test_kept_is_what_came_less_what_went(records: Records, operations: list[tuple[str, int]]) -> None:
     shelf = opened(records)
+    shelf.put(STATIC)
     model: set[int] = set()
     past = 0
     for what, record in operations:
@@ -513,6 +482,7 @@ def test_kept_is_what_came_less_what_went(records: Records, operations: list[tup
                 past = shelf.fragment_store.watermark - SPEC.period - 1
                 model = {one for one in model if one > past}
         assert shelf.records() == sorted(model)
+    assert shelf.fragment_store.held(lambda window: None)[0].static
     window = shelf.window
     for record in model:
         kept = window.fragment(record, 0)

@@ -11,12 +11,6 @@ import pytest
 
 from memckpt.replication.pacing.governor import Baseline, Governor
 
-MIB = 1 << 20
-
-
-def ns(seconds: float) -> int:
-    return round(seconds * 1e9)
-
 
 @dataclass
 class Course:

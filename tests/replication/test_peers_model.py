@@ -199,9 +199,7 @@ def test_a_state_by_value_is_there_whichever_nodes_are_lost(setting: Setting) ->
             _step(job, said.append)
             if step % 3 == 0:  # training is ahead of what is sent
                 job.settle()
-            for unit in setting.units:
-                while job.redo(unit):
-                    pass
+            _redo_all(job)
             promises += _lose_each_choice(job, said)
         assert sum(map(bool, promises)) > len(promises) / 6
         assert max(promises) >= 8
@@ -240,31 +238,23 @@ def test_a_state_waits_for_memory_that_is_being_reserved() -> None:
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("setting", [setting for setting in SETTINGS if setting.every is None], ids=str)
 def test_where_no_state_can_be_kept_there_are_records(setting: Setting) -> None:
-    job, said = Job(setting, room=50), list[str]()
-
     def no_memory(*_: object) -> None:
         raise MemoryBudgetError("none")
 
-    try:
-        places = {unit: Node(f"node{index}") for index, unit in enumerate(setting.units)}
-        for node in places.values():
+    with begun(setting) as job:
+        for node in job.places.values():
             node.fragment_store.keep_own = no_memory  # type: ignore[assignment,method-assign]
-        job.begin(job.plan(places, "first"), places, "first", hear={node.name for node in places.values()})
         for step in range(600):
-            if step == 3 and setting.every is None:
+            if step == 3:
                 job.slow_down(setting.units[-1])
-            _step(job, said.append)
+            _step(job, lambda words: None)
             job.settle()
-            for unit in setting.units:
-                while job.redo(unit):
-                    pass
+            _redo_all(job)
         assert {member.watermark.every for member in job.members.values()} == {1}
         assert min(job.made.values()) > 500
         for member in job.members.values():
             assert member.watermark.record > 500
             assert member.watermark.whole
-    finally:
-        job.close()
 
 
 def _lose_each_choice(job: Job, said: list[str]) -> Iterator[int]:
@@ -411,14 +401,18 @@ def _go_on_with_states(job: Job, say: Say) -> None:
     for _ in range(400):
         _step(job, say)
         job.settle()
-        for unit in job.setting.units:  # no message may make it go on, where no record is sent
-            while job.redo(unit):
-                pass
+        _redo_all(job)  # no message may make it go on, where no record is sent
         job.look()
         member = next(iter(job.members.values()))
         if member.watermark.record > before and member.watermark.whole:
             return
     raise AssertionError([(one.watermark, one._told) for one in job.members.values()])
+
+
+def _redo_all(job: Job) -> None:
+    for unit in job.setting.units:
+        while job.redo(unit):
+            pass
 
 
 def _step(job: Job, say: Say) -> None:

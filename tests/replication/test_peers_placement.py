@@ -188,21 +188,6 @@ def test_nodes_of_a_domain_are_as_far_from_each_other_as_can_be() -> None:
                 assert len(near) == distance, (sizes, group)
 
 
-def test_a_replacement_takes_the_vacancy() -> None:
-    racks: list[Path] = [(f"rack{node // 3}", f"node{node}") for node in range(12)]
-    before = place(racks, 2, 2)
-    racks[5] = ("rack1", "another")
-    assert place(racks, 2, 2) == before
-
-
-def test_wider_domains_are_survived_as_far_as_they_can_be() -> None:
-    """Four nodes hold a record, in three racks: each of them may be lost with m = 2, though it has two of the four."""
-    racks: list[Path] = [(f"rack{node % 3}", f"node{node}") for node in range(12)]
-    placement = place(racks, 2, 2)
-    assert placement.survived == (1, 2)
-    assert not placement.warnings
-
-
 @pytest.mark.parametrize(
     ("sizes", "data", "tolerate", "message"),
     [

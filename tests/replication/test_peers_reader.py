@@ -39,6 +39,11 @@ from tests.support.cluster.reader_lab import (
 )
 
 
+def as_it_is(node: Node, question: WireMessage, answer: WireMessage, payload: Bytes) -> Answers:
+    """Nothing is wrong."""
+    return [(node.name, answer, payload)]
+
+
 @pytest.fixture(scope="module", params=CODES, ids=lambda code: f"k{code[0]}m{code[1]}")
 def job(request: pytest.FixtureRequest) -> Iterator[Job]:
     with closing(Job(*request.param)) as job:
@@ -132,7 +137,7 @@ def test_records_may_be_left_in_different_places() -> None:
         kept.abandon(4)
         kept = other.fragment_store.window(RANKS, "g")
         kept.abandon(5)
-        result = job.read(lambda node, question, answer, payload: [(node.name, answer, payload)])
+        result = job.read(as_it_is)
         assert (result.problem, result.bad) == ("", ())
 
 
@@ -242,11 +247,14 @@ def live() -> Iterator[Live]:
 @pytest.mark.promise(
     "damaged fragments, and peers that send wrong data, are named and left out, as far as the code tolerates"
 )
-def test_a_live_state_is_right(live: Live) -> None:
-    result, regions = Network([live.node], order=random.Random(1)).read(live.wanted, live.records.spec, live.code)
+@pytest.mark.parametrize("before", [False, True], ids=["newest", "the one before"])
+def test_a_live_state_is_right(live: Live, before: bool) -> None:
+    live.node.answering.hand_out(live.records.serve(NEWEST, before=before), live.records.duplicates())
+    wanted = msgspec.structs.replace(live.wanted, before=before)
+    result, regions = Network([live.node], order=random.Random(1)).read(wanted, live.records.spec, live.code)
     with closing_all(regions):
         assert (result.problem, result.bad) == ("", ())
-        check_right(live.records, result, regions)
+        check_right(live.records, result, regions, before=before)
 
 
 def test_another_state_is_handed_out_where_the_plan_is_made_again(live: Live) -> None:
@@ -259,15 +267,6 @@ def test_another_state_is_handed_out_where_the_plan_is_made_again(live: Live) ->
     with closing_all(regions):
         assert result.problem == ""
         check_right(live.records, result, regions, record=4)
-
-
-def test_the_state_before_is_read_as_well(live: Live) -> None:
-    live.node.answering.hand_out(live.records.serve(NEWEST, before=True), live.records.duplicates())
-    wanted = msgspec.structs.replace(live.wanted, before=True)
-    result, regions = Network([live.node], order=random.Random(1)).read(wanted, live.records.spec, live.code)
-    with closing_all(regions):
-        assert (result.problem, result.bad) == ("", ())
-        check_right(live.records, result, regions, before=True)
 
 
 LIVE_DAMAGES: dict[str, Bend] = {
@@ -372,14 +371,10 @@ def when(condition: Callable[[WireMessage], bool], bend: Bend) -> Bend:
     return some
 
 
-def test_what_is_its_own_and_what_all_have_are_put_together(private: Private) -> None:
-    result = private.read(lambda node, question, answer, payload: [(node.name, answer, payload)])
-    assert (result.problem, result.bad) == ("", ())
-
-
-def test_both_of_the_state_before_are_put_together_as_well(private: Private) -> None:
-    private.nodes[1].answering.hand_out(private.replica.serve(NEWEST, before=True), private.replica.duplicates())
-    result = private.read(lambda node, question, answer, payload: [(node.name, answer, payload)], before=True)
+@pytest.mark.parametrize("before", [False, True], ids=["newest", "the one before"])
+def test_what_is_its_own_and_what_all_have_are_put_together(private: Private, before: bool) -> None:
+    private.nodes[1].answering.hand_out(private.replica.serve(NEWEST, before=before), private.replica.duplicates())
+    result = private.read(as_it_is, before=before)
     assert (result.problem, result.bad) == ("", ())
 
 

@@ -45,6 +45,9 @@ from memckpt.replication.transport.wire import (
 from tests.support.cluster.peers_records import Records
 from tests.support.cluster.replicator_node import FAR, Node
 
+#: A state of which two peers have fragments.
+WANTED = replication.WantedState((0,), 5, replication.FromFragments("ga", (("a", 0), ("c", 1)), 2, 2))
+
 
 @pytest.fixture
 def node() -> Iterator[Node]:
@@ -63,19 +66,6 @@ def test_a_replicator_that_leaves_gives_up_its_place_and_its_port(node: Node, fi
     assert [one.lost for one in said] == [True] * finished
     assert node.replicator._transport is None
     assert node.wire.told[-1] == replication.Drained()
-
-
-def test_what_a_peer_may_say_is_done(node: Node) -> None:
-    assert node.says("a", Open(node.window("a"))) == []
-    assert node.keep("a", 3) == [Stored((0,), "ga", 3)]
-    assert node.says("a", AskManifest(1, (0,), "ga", 3))[0] == Manifest(1, 3, 9, node.put("a", 3)[0].fragment.digest)
-    node.send_own()
-    node.all_store(1, 2, 3, 4, 5)
-    told = [one for one in node.line.sent["a"] if isinstance(one, Acknowledged)]
-    assert (told[-1].node, told[-1].record, told[-1].whole) == ("b", 5, True)
-    node.says("a", Watermark(4, True))
-    assert node.member.watermark == Watermark(4, True)
-    assert node.refused == 0
 
 
 WRONG_WINDOWS: dict[str, dict[str, Any]] = {
@@ -220,10 +210,9 @@ def test_answers_wait_for_room_and_questions_are_bounded(node: Node, monkeypatch
 
 
 def test_a_recovery_that_is_cut_off_leaves_no_memory_behind(node: Node) -> None:
-    wanted = replication.WantedState((0,), 5, replication.FromFragments("ga", (("a", 0), ("c", 1)), 2, 2))
     regions = node.records[0].duplicates()
-    node.replicator._handle(replication.Describe(wanted), [])
-    node.replicator._fill(replication.Fill(wanted, node.records[0].spec), regions)
+    node.replicator._handle(replication.Describe(WANTED), [])
+    node.replicator._fill(replication.Fill(WANTED, node.records[0].spec), regions)
     serving = node.records[1].duplicates()
     again = node.records[1].duplicates()
     node.replicator._send_generation(node.records[1].serve(5), serving)
@@ -362,8 +351,7 @@ def test_records_of_every_tenth_step_need_a_tenth(node: Node) -> None:
 
 
 def test_status_says_what_is_fetched_and_how_far_that_is(node: Node) -> None:
-    wanted = replication.WantedState((0,), 5, replication.FromFragments("ga", (("a", 0), ("c", 1)), 2, 2))
-    node.replicator._fill(replication.Fill(wanted, node.records[0].spec), node.records[0].duplicates())
+    node.replicator._fill(replication.Fill(WANTED, node.records[0].spec), node.records[0].duplicates())
     [reader] = node.replicator._fetching._readers
     reader.taken_bytes = reader.expected_bytes // 4
     megabytes = f"{reader.expected_bytes / 1e6:.1f} MB"
@@ -371,8 +359,7 @@ def test_status_says_what_is_fetched_and_how_far_that_is(node: Node) -> None:
 
 
 def test_an_answer_says_what_became_of_a_state(node: Node) -> None:
-    wanted = replication.WantedState((0,), 5, replication.FromFragments("ga", (("a", 0), ("c", 1)), 2, 2))
-    node.replicator._fill(replication.Fill(wanted, node.records[0].spec), node.records[0].duplicates())
+    node.replicator._fill(replication.Fill(WANTED, node.records[0].spec), node.records[0].duplicates())
     asked = [one for one in node.line.sent["a"] if isinstance(one, AskManifest)]
     assert len(asked) == 3
     node.says("a", *(GotNone(one.request, "gone") for one in asked))

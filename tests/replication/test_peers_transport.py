@@ -35,21 +35,6 @@ def keys(request: pytest.FixtureRequest) -> PeerKeys | str:
     return make_keys() if request.param == "curve" else make_password()
 
 
-def test_messages_arrive_in_order_both_ways(keys: PeerKeys | str) -> None:
-    with nodes_of(Node("a", keys, window_bytes=2 << 20), Node("b", keys, window_bytes=2 << 20)) as (a, b):
-        acquaint(a, b)
-        senders = (Sender(a, "b", 200), Sender(b, "a", 100))
-        drive(a, b, until=lambda: senders[0].done(b) & senders[1].done(a))
-        senders[0].check(b)
-        senders[1].check(a)
-        assert not a.transport.refused
-        assert not b.transport.refused
-        assert a.transport.bytes_sent == 150 * PAYLOAD + sum(len(str(number)) for number in range(200))
-        drive(a, b, until=lambda: a.transport.room("b") == 2 << 20)
-        traffic = a.transport.peers()["b"].link.traffic
-        assert (traffic.sent_messages, traffic.received_messages, traffic.resent_messages) == (200, 100, 0)
-
-
 @pytest.fixture
 def proxied(keys: PeerKeys | str) -> Iterator[tuple[Node, Node, Proxy, Proxy]]:
     """Two nodes that reach each other through proxies only."""
