@@ -239,7 +239,9 @@ class LogMachine(RuleBasedStateMachine):
     def _check(self, point: StoredPoint, reader: RecordReader) -> None:
         trained, start = self.trained[point.timeline], point.checkpoint
         assert self.trained[start.timeline][start.record] == trained[start.record]
-        for record, batch in point.gradient_batches(point.checkpoint.part_serving(0)):
+        redone = list(point.gradient_batches(start.part_serving(0)))
+        assert [record for record, _ in redone] == list(range(start.record + 1, point.record + 1))
+        for record, batch in redone:
             where = f"record {record} of {point.timeline}, from {batch.log_path}"
             meta = decode_meta(reader.data(batch, meta_name(record)))
             gradient = struct.unpack("4f", reader.data(batch, gradient_name(record, meta.sub_steps[0], "w")))
