@@ -9,6 +9,7 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -67,7 +68,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         alone = pytest.mark.skip(reason="tests of accelerators run by themselves: pytest tests/gpu")
         for item in late:
             item.add_marker(alone)
-    for item, rare in zip(items, shares.thinned([(item.nodeid, _every(item)) for item in items]), strict=True):
+    every = [(item.nodeid, getattr(item.get_closest_marker("thinned"), "args", (1,))[0]) for item in items]
+    for item, rare in zip(items, shares.thinned(every), strict=True):
         if rare:
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
@@ -80,15 +82,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if cases != "all" and not re.fullmatch(r"[1-9]\d*", cases):
         raise pytest.UsageError(f"--cases: expected a number from 1, or all, found {cases!r}")
     taken = shares.taken([item.nodeid for item in items], share, of)
+    left = {item for item, mine in zip(items, taken, strict=True) if not mine}
     if cases != "all":
         slow = [item for item in items if item.get_closest_marker("slow")]
         drawn = shares.drawn([item.nodeid for item in slow], int(cases), config.getoption("--draw"))
-        others = {item for item, mine in zip(slow, drawn, strict=True) if not mine}
-        taken = [mine and item not in others for item, mine in zip(items, taken, strict=True)]
-    left = [item for item, mine in zip(items, taken, strict=True) if not mine]
-    items[:] = [item for item, mine in zip(items, taken, strict=True) if mine]
+        left |= {item for item, mine in zip(slow, drawn, strict=True) if not mine}
     if left:
-        config.hook.pytest_deselected(items=left)
+        config.hook.pytest_deselected(items=[item for item in items if item in left])
+        items[:] = [item for item in items if item not in left]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -106,12 +107,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             terminalreporter.write_line(f"{kind:34} {numbers[0]:6} {numbers[1]:6}")
 
 
-def _every(item: pytest.Item) -> int:
-    """How many cases of its test there are for each that belongs to every run."""
-    marker = item.get_closest_marker("thinned")
-    return 1 if marker is None else int(marker.args[0])
-
-
 @pytest.fixture(scope="session")
 def _engine_imported() -> None:
     from tests.support.trainings.engine_harness import import_ahead
@@ -124,15 +119,13 @@ def lab(_engine_imported: None, tmp_path: Path) -> Iterator[Lab]:
     """Starts trainers and agents; afterwards no process, mapping, socket or lock of theirs may be left."""
     from tests.support.trainings.engine_harness import Lab
 
-    lab = Lab(tmp_path)
-    try:
-        yield lab
-        left = lab.left_behind()
-    except BaseException:
-        lab.left_behind(limit=0.0)
-        raise
-    finally:
-        lab.close()
+    with closing(Lab(tmp_path)) as lab:
+        try:
+            yield lab
+            left = lab.left_behind()
+        except BaseException:
+            lab.left_behind(limit=0.0)
+            raise
     assert not left, "left behind:\n" + "\n".join(left)
 
 
@@ -141,13 +134,7 @@ def lab(_engine_imported: None, tmp_path: Path) -> Iterator[Lab]:
 
 @dataclass(frozen=True)
 class Bucket:
-    """An empty bucket of an S3 server, which the environment names.
-
-    Attributes:
-        server: where it is.
-        name: of the bucket.
-        client: boto3's, to look at it with other eyes than ours.
-    """
+    """An empty bucket of an S3 server, which the environment names; boto3's client looks with other eyes than ours."""
 
     server: S3Server
     name: str
@@ -170,11 +157,8 @@ class Bucket:
 def _s3_server() -> Iterator[S3Server]:
     from tests.support.faults.s3_server import S3Server
 
-    server = S3Server()
-    try:
+    with closing(S3Server()) as server:
         yield server
-    finally:
-        server.close()
 
 
 @pytest.fixture
@@ -193,20 +177,12 @@ def bucket(_s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bu
         client.close()
 
 
-def _local_url(request: pytest.FixtureRequest) -> str:
-    return str(request.getfixturevalue("tmp_path") / "store")
-
-
-def _memory_url(request: pytest.FixtureRequest) -> str:
-    return f"memory://test-{secrets.token_hex(4)}"
-
-
-def _s3_url(request: pytest.FixtureRequest) -> str:
-    return str(request.getfixturevalue("bucket").url)
-
-
 #: A place of each kind that a store can be at; what holds for one holds for all.
-PLACES: dict[str, Callable[[pytest.FixtureRequest], str]] = {"local": _local_url, "memory": _memory_url, "s3": _s3_url}
+PLACES: dict[str, Callable[[pytest.FixtureRequest], str]] = {
+    "local": lambda request: str(request.getfixturevalue("tmp_path") / "store"),
+    "memory": lambda request: f"memory://test-{secrets.token_hex(4)}",
+    "s3": lambda request: request.getfixturevalue("bucket").url,
+}
 
 
 @pytest.fixture(params=PLACES)

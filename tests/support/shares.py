@@ -17,12 +17,9 @@ def parse(text: str) -> tuple[int, int]:
 
 
 def taken(tests: Sequence[str], share: int, shares: int) -> list[bool]:
-    """Membership of each test in a share: every N-th case of each test function.
+    """Membership of each test in a share, from 1 to `shares`: every N-th case of each test function.
 
-    Args:
-        tests: ids of the tests, cases of a function in order.
-        share: number of the share, from 1 to `shares`.
-        shares: number of shares.
+    `tests`, here and below: ids of the tests, cases of a function in order.
     """
     cases: dict[str, int] = {}
     found: list[bool] = []
@@ -38,11 +35,6 @@ def drawn(tests: Sequence[str], cases: int, draw: int) -> list[bool]:
     """Membership of each test in a draw of at most so many cases of each test function.
 
     They are spread over the function's cases. The next draw takes others, until all had their turn.
-
-    Args:
-        tests: ids of the tests, cases of a function in order.
-        cases: cases of each function, at least 1.
-        draw: number of the draw.
     """
     counts = Counter(test.partition("[")[0] for test in tests)
     seen: Counter[str] = Counter()
@@ -56,11 +48,7 @@ def drawn(tests: Sequence[str], cases: int, draw: int) -> list[bool]:
 
 
 def thinned(tests: Sequence[tuple[str, int]]) -> list[bool]:
-    """Whether each test is slow only because every N-th case of its function runs by default.
-
-    Args:
-        tests: id and N of each, cases of a function in order.
-    """
+    """Whether each test (id and N) is slow only because every N-th case of its function runs by default."""
     seen: Counter[str] = Counter()
     found: list[bool] = []
     for test, every in tests:

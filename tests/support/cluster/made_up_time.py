@@ -15,11 +15,9 @@ class MadeUp:
     def __call__(self) -> float:
         return self.now
 
-    def register(self, source: int, flags: int) -> None:
-        pass
+    def register(self, source: int, flags: int = 0) -> None: ...
 
-    def unregister(self, source: int) -> None:
-        pass
+    unregister = register
 
     def poll(self, milliseconds: int | None) -> list[tuple[Any, int]]:
         self.waits.append(milliseconds)

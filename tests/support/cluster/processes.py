@@ -20,7 +20,7 @@ import torch
 
 #: Longest life of a child in seconds; then it hangs, dumps its stack, and ends.
 CHILD_SECONDS = 60
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def run_child(body: Callable[[], None], log: Path) -> None:
@@ -68,13 +68,19 @@ def live_on() -> None:
     signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
-def children() -> set[int]:
-    """Process ids of this process's children, including zombies."""
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the one that has started it dies."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def children(of: int | str = "self") -> set[int]:
+    """Process ids of a process's children, including zombies; none if it has ended."""
     found: set[int] = set()
-    for task in Path("/proc/self/task").iterdir():
-        # A thread that ends meanwhile passes its children to another one; they show at the next look.
-        with suppress(FileNotFoundError, ProcessLookupError):
-            found |= {int(pid) for pid in (task / "children").read_text().split()}
+    gone = suppress(FileNotFoundError, ProcessLookupError)
+    with gone:
+        for task in Path(f"/proc/{of}/task").iterdir():
+            with gone:  # a thread that ends meanwhile passes its children to another one; they show at the next look
+                found |= {int(pid) for pid in (task / "children").read_text().split()}
     return found
 
 

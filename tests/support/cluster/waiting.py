@@ -11,10 +11,10 @@ from typing import Any
 LIMIT_SECONDS = 120.0
 
 
-def until(condition: Callable[[], Any], what: str = "it", limit: float = LIMIT_SECONDS) -> Any:
+def until(condition: Callable[[], Any], what: str = "it", limit: float = LIMIT_SECONDS, pause: float = 0.05) -> Any:
     """Wait for what another process does; returns the first true value of `condition`."""
     deadline = time.monotonic() + limit
     while not (found := condition()):
         assert time.monotonic() < deadline, f"expected {what} within {limit:.0f} s"
-        select.select([], [], [], 0.05)
+        select.select([], [], [], pause)
     return found

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import runpy
-import select
 import signal
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
+from tests.support.cluster.waiting import until
 from tests.support.trainings.engine_harness import Child, Lab
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -43,11 +43,13 @@ class Scripts:
         """Kill a script at the first (or a later) line that begins with `line`; returns its output."""
         child = self.start(script, *arguments, directory=directory)
         seen = re.compile(rf"^{re.escape(line)}\b", re.MULTILINE)
-        deadline = time.monotonic() + LIMIT_SECONDS
-        while len(seen.findall(_text(child))) < sights:
-            assert child.alive(), f"it ended before {line!r}:\n{_text(child)[-4000:]}"
-            assert time.monotonic() < deadline, _text(child)[-4000:]
-            select.select([], [], [], 0.002)
+
+        def there() -> bool:
+            text = child.log.read_text() if child.log.exists() else ""  # the child creates it
+            assert child.alive(), f"it ended before {line!r}:\n{text[-4000:]}"
+            return len(seen.findall(text)) >= sights
+
+        until(there, line, LIMIT_SECONDS, pause=0.002)
         os.kill(child.pid, signal.SIGKILL)
         assert child.wait() == -signal.SIGKILL, f"it ended before its death:\n{child.log.read_text()[-4000:]}"
         return child.log.read_text()
@@ -63,11 +65,6 @@ class Scripts:
         return logs
 
 
-def _text(child: Child) -> str:
-    """The output so far; the child creates the file."""
-    return child.log.read_text() if child.log.exists() else ""
-
-
 def last_words(log: str) -> str:
     """The line with the digest of the weights."""
     found = re.findall(r"^done at step \d+: weights [0-9a-f]{16}$", log, re.MULTILINE)
@@ -76,10 +73,7 @@ def last_words(log: str) -> str:
 
 
 def _run(script: str, arguments: tuple[str, ...], directory: Path) -> None:
-    import logging
-
-    for handler in list(logging.root.handlers):
-        logging.root.removeHandler(handler)  # only the script's own logging matters
+    logging.root.handlers.clear()  # only the script's own logging matters
     os.chdir(directory)
     os.environ["HF_HUB_OFFLINE"] = "1"
     sys.argv = [script, *arguments]
