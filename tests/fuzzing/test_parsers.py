@@ -107,18 +107,7 @@ PARSERS = {
     ),
     "agent's address": Parser(
         _address,
-        msgspec.json.encode(
-            {
-                "pid": 1,
-                "start_ticks": 1,
-                "boot": "b",
-                "pid_namespace": 1,
-                "socket": "s",
-                "descriptor": 2,
-                "directory": "/x",
-                "inode": 3,
-            }
-        ),
+        b'{"pid":1,"start_ticks":1,"boot":"b","pid_namespace":1,"socket":"s","descriptor":2,"directory":"/x","inode":3}',
     ),
     "run": Parser(_kept, msgspec.json.encode(Kept("run", directory="/x"))),
     "owner": Parser(_file(read_claim, "owner.json"), msgspec.json.encode(Claim("run"))),
@@ -204,8 +193,6 @@ def said(ends: tuple[socket.socket, Channel[Any, Any]], packet: bytes, *fds: int
 
 SHOWN = Status(4711, "/run", "node", "eager", ((0, 42),), ((0, 9),), 7, 10, 3 << 20, 2, 1.0, None)
 MESSAGE, STATUS = channel.encode(Alarm("what")), channel.encode(SHOWN)
-
-
 VALID = [b"i" + MESSAGE, b"i" + STATUS]
 PACKETS = st.one_of(*map(changed, VALID), st.binary(min_size=1, max_size=200), st.sampled_from(NASTY).map(b"i".__add__))
 

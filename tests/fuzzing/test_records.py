@@ -96,15 +96,11 @@ def test_a_tail_of_lists_in_lists() -> None:
         reader.take(len(encoded).to_bytes(8, "little") + encoded)
 
 
-FIELDS = {
+NUMBERS = ("index", "data", "tolerate", "stripe", "stripes", "length")
+FIELDS: dict[str, st.SearchStrategy[object]] = {
     "generation": st.text(max_size=3),
     "owner": st.tuples(st.integers(-1, 3)),
-    "index": st.integers(-(2**63), 2**63 - 1),
-    "data": st.integers(-(2**63), 2**63 - 1),
-    "tolerate": st.integers(-(2**63), 2**63 - 1),
-    "stripe": st.integers(-(2**63), 2**63 - 1),
-    "stripes": st.integers(-(2**63), 2**63 - 1),
-    "length": st.integers(-(2**63), 2**63 - 1),
+    **dict.fromkeys(NUMBERS, st.integers(-(2**63), 2**63 - 1)),
     "checksum": st.binary(max_size=9),
     "digest": st.binary(max_size=20),
 }

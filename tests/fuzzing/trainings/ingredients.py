@@ -11,76 +11,71 @@ from dataclasses import dataclass
 from inspect import cleandoc
 
 
-@dataclass(frozen=True)
-class Piece:
-    """What one ingredient puts where.
+class _Fitting:
+    """What goes with others as the words in `fits` say.
 
-    Attributes:
-        top: classes and functions, before ``train()``.
-        made: behind the optimizers.
-        attach: further arguments of ``attach``.
-        attached: behind ``attach``, before ``restore``.
-        start: at the begin of a step, before gradients are zeroed.
-        loss: the loss, in place of the usual one.
-        around: a ``with`` line around backward and step.
-        between: between backward and the optimizers' steps.
-        middle: between the first optimizer's step and the next one's.
-        behind: behind the steps, before the commit.
-        commit: the commit, in place of the usual one.
-        ends: further arguments of ``end()``.
-        wants: traits that the model must have.
-        clash: two pieces with a word in common are not drawn together.
-        said: what a warning has to name where the training may come out differently; "" where it has to be exact.
-        refused: what an error at the start may say; "" where it has to be protected.
-        framework: whether it is used in hooks of frameworks, too. It needs none of ``session``, ``x``, ``y``, ``loss``.
+    A plain word is a trait that the model must have. Two with the same word behind "!" are not drawn together. What has
+    the word "framework" is used in frameworks' loops, too; a style in Lightning's manual optimization and Accelerate.
     """
 
-    top: str = ""
-    made: str = ""
-    attach: str = ""
-    attached: str = ""
-    start: str = ""
-    loss: str = ""
-    around: str = ""
-    between: str = ""
-    middle: str = ""
-    behind: str = ""
-    commit: str = ""
-    ends: str = ""
-    wants: frozenset[str] = frozenset()
-    clash: frozenset[str] = frozenset()
-    said: str = ""
-    refused: str = ""
-    framework: bool = False
+    fits: str
+
+    @property
+    def wants(self) -> frozenset[str]:
+        return frozenset(word for word in self.fits.split() if word[0] != "!" and word != "framework")
+
+    @property
+    def clash(self) -> frozenset[str]:
+        return frozenset(word[1:] for word in self.fits.split() if word[0] == "!")
+
+    @property
+    def framework(self) -> bool:
+        return "framework" in self.fits.split()
 
 
 @dataclass(frozen=True)
-class Model:
-    """A kind of model: an expression, and what pieces may rely on, or not go with."""
+class Piece(_Fitting):
+    """What one ingredient puts where; in a framework's hooks there is no ``session``, ``x``, ``y`` and ``loss``."""
+
+    top: str = ""  # classes and functions, before ``train()``
+    made: str = ""  # behind the optimizers
+    attach: str = ""  # further arguments of ``attach``
+    attached: str = ""  # behind ``attach``, before ``restore``
+    start: str = ""  # at the begin of a step, before gradients are zeroed
+    loss: str = ""  # the loss, in place of the usual one
+    around: str = ""  # a ``with`` line around backward and step
+    between: str = ""  # between backward and the optimizers' steps
+    middle: str = ""  # between the first optimizer's step and the next one's
+    behind: str = ""  # behind the steps, before the commit
+    commit: str = ""  # the commit, in place of the usual one
+    ends: str = ""  # further arguments of ``end()``
+    fits: str = ""
+    #: What a warning has to name where the training may come out differently; "" where it has to be exact.
+    said: str = ""
+    refused: str = ""  # what an error at the start may say; "" where it has to be protected
+
+
+@dataclass(frozen=True)
+class Model(_Fitting):
+    """A kind of model: an expression, and what pieces may rely on."""
 
     make: str
     top: str = ""
     traits: frozenset[str] = frozenset({"dense", "linear"})
-    clash: frozenset[str] = frozenset()
+    fits: str = ""
     said: str = ""
     refused: str = ""
 
 
 @dataclass(frozen=True)
-class Opt:
-    """An optimizer: an expression of the parameters ``{p}``.
-
-    Attributes:
-        alone: whether it takes all parameters in one group only.
-        wants: traits that the model must have.
-        styles: the only styles of a step that it goes with; empty: all.
-    """
+class Opt(_Fitting):
+    """An optimizer: an expression of the parameters ``{p}``."""
 
     make: str
     top: str = ""
-    alone: bool = False
-    wants: frozenset[str] = frozenset({"dense"})
-    styles: frozenset[str] = frozenset()
+    alone: bool = False  # whether it takes all parameters in one group only
+    fits: str = "dense"
+    styles: frozenset[str] = frozenset()  # the only styles of a step that it goes with; empty: all
     said: str = ""
     refused: str = ""
 
@@ -91,62 +86,41 @@ class Opt:
 
 
 @dataclass(frozen=True)
-class Style:
-    """How a batch becomes a step; ``{between}``, ``{middle}`` and ``{loss}`` stand for pieces.
-
-    Attributes:
-        points: where a kill can be, beside those of all programs.
-        anywhere: whether it goes with Lightning's manual optimization and Accelerate, too.
-    """
+class Style(_Fitting):
+    """How a batch becomes a step; ``{between}``, ``{middle}`` and ``{loss}`` stand for pieces."""
 
     text: str
     made: str = ""
     attached: str = ""
-    points: tuple[str, ...] = ("backward", "between", "stepped")
-    wants: frozenset[str] = frozenset()
-    clash: frozenset[str] = frozenset()
-    anywhere: bool = False
+    points: tuple[str, ...] = ("backward", "between", "stepped")  # where a kill can be, beside those of all programs
+    fits: str = ""
 
 
 @dataclass(frozen=True)
-class Frame:
-    """What is special about a training in a framework.
+class Frame(_Fitting):
+    """What is special about a training in a framework."""
 
-    Attributes:
-        arguments: of the Trainer, or of the Accelerator.
-        methods: of the LightningModule.
-        lines: before the Trainer is made; it may extend ``callbacks``.
-        made: in ``configure_optimizers()``; it may set ``schedules``.
-        accumulates: whether not every batch comes to the optimizer's step.
-        batches: of an epoch, if it has so many.
-    """
-
-    arguments: str = ""
-    methods: str = ""
-    lines: str = ""
-    made: str = ""
-    accumulates: bool = False
-    batches: int = 7
-    clash: frozenset[str] = frozenset()
+    arguments: str = ""  # of the Trainer, or of the Accelerator
+    methods: str = ""  # of the LightningModule
+    lines: str = ""  # before the Trainer is made; it may extend ``callbacks``
+    made: str = ""  # in ``configure_optimizers()``; it may set ``schedules``
+    accumulates: bool = False  # whether not every batch comes to the optimizer's step
+    batches: int = 7  # of an epoch, if it has so many
+    fits: str = ""
     said: str = ""
     refused: str = ""
 
 
 @dataclass(frozen=True)
 class Data:
-    """Where batches come from: lines of each step, or a loader whose batches are steps.
-
-    Attributes:
-        loop: iterates over batches inside an epoch; "" where each step draws.
-        batches: of an epoch.
-    """
+    """Where batches come from: lines of each step, or a loader whose batches are steps."""
 
     step: str = ""
     top: str = ""
     made: str = ""
-    loop: str = ""
+    loop: str = ""  # iterates over batches inside an epoch; "" where each step draws
     attached: str = ""
-    batches: int = 7
+    batches: int = 7  # of an epoch
     said: str = ""
     refused: str = ""
     before: str = ""

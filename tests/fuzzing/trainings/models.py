@@ -7,9 +7,6 @@ from typing import Any
 
 from tests.fuzzing.trainings.ingredients import DENSE, LINEAR, SIMPLE, Model, code
 
-#: Models that no deep copy, and no average, is made of.
-COPY = frozenset({"copy"})
-
 
 def _own(name: str, forward: str, init: str = "", base: str = "nn.Module", make: str = "", **more: Any) -> Model:
     """A model of a class that a user writes: the bodies of its methods, and how one is made."""
@@ -56,7 +53,7 @@ MODELS: dict[str, Model] = {
         "Net(nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(12, 20)), nn.Tanh()), "
         "nn.Linear(20, 5))",
         traits=SIMPLE,
-        clash=COPY,  # a copy lists its parameters in another order
+        fits="!copy",  # a copy lists its parameters in another order
     ),
     "orthogonal": Model(
         "Net(nn.Sequential(torch.nn.utils.parametrizations.orthogonal(nn.Linear(12, 12)), nn.Tanh()), nn.Linear(12, 5))"
@@ -157,7 +154,7 @@ MODELS: dict[str, Model] = {
             return self.head(F.linear(x, self.body.weight * self.mask, self.body.bias))
         """,
         'self.register_buffer("mask", None, persistent=False)',
-        clash=COPY,  # an average of flags
+        fits="!copy",  # an average of flags
     ),
     "growing cache": _net(
         "Growing",
@@ -171,7 +168,7 @@ MODELS: dict[str, Model] = {
             self.register_buffer("cache", torch.ones(4), persistent=False)
             self.register_buffer("calls", torch.zeros((), dtype=torch.long))
         """,
-        clash=COPY,  # an average of tensors that grow
+        fits="!copy",  # an average of tensors that grow
     ),
     "running codebook": _net(
         "Codes",
@@ -197,7 +194,7 @@ MODELS: dict[str, Model] = {
             return super().forward(x) * (1 + self.observer.max_val.mean())
         """,
         "self.observer = torch.ao.quantization.PerChannelMinMaxObserver()",
-        clash=COPY,
+        fits="!copy",
     ),
     "lists of parameters": _own(
         "Listed",
@@ -243,13 +240,13 @@ MODELS: dict[str, Model] = {
             self.register_buffer("nothing", torch.zeros(0))
             self.register_buffer("view", self.head.weight.detach()[0])
         """,
-        clash=COPY,
+        fits="!copy",
     ),
     "expanded buffer": _net(
         "Expanded",
         "return super().forward(x * self.spread[:1])",
         'self.register_buffer("spread", torch.linspace(0.5, 1, 12).expand(8, 12))',
-        clash=COPY,
+        fits="!copy",
     ),
     "sparse buffer": _net(
         "Graph",

@@ -56,7 +56,7 @@ def _own(call: str, text: str, **more: Any) -> Opt:
 
 
 OPTIMIZERS: dict[str, Opt] = {
-    "sgd": Opt("torch.optim.SGD({p}, lr=0.05)", wants=frozenset()),
+    "sgd": Opt("torch.optim.SGD({p}, lr=0.05)", fits=""),
     "sgd momentum": Opt("torch.optim.SGD({p}, lr=0.05, momentum=0.9, dampening=0.1, weight_decay=0.01)"),
     "sgd nesterov foreach": Opt("torch.optim.SGD({p}, lr=0.05, momentum=0.9, nesterov=True, foreach=True)"),
     "sgd nesterov decay": Opt(
@@ -87,7 +87,7 @@ OPTIMIZERS: dict[str, Opt] = {
     "adamw amsgrad": Opt("torch.optim.AdamW({p}, lr=0.01, amsgrad=True, maximize=True)"),
     "adagrad": Opt("torch.optim.Adagrad({p}, lr=0.05, lr_decay=0.01)"),
     "adagrad foreach": Opt("torch.optim.Adagrad({p}, lr=0.05, foreach=True)"),
-    "adagrad sparse": Opt("torch.optim.Adagrad({p}, lr=0.05)", wants=frozenset()),
+    "adagrad sparse": Opt("torch.optim.Adagrad({p}, lr=0.05)", fits=""),
     "rmsprop": Opt("torch.optim.RMSprop({p}, lr=0.005, centered=True, momentum=0.5)"),
     "rmsprop foreach": Opt("torch.optim.RMSprop({p}, lr=0.005, foreach=True, maximize=True, weight_decay=0.01)"),
     "nadam": Opt("torch.optim.NAdam({p}, lr=0.01, foreach=True, weight_decay=0.01)"),
@@ -99,8 +99,8 @@ OPTIMIZERS: dict[str, Opt] = {
     "asgd": Opt("torch.optim.ASGD({p}, lr=0.05, t0=5.0)"),
     "asgd foreach": Opt("torch.optim.ASGD({p}, lr=0.05, t0=5.0, foreach=True)"),
     "rprop": Opt("torch.optim.Rprop({p}, lr=0.005)"),
-    "adafactor": Opt("torch.optim.Adafactor({p}, lr=0.05)", wants=frozenset({"dense", "linear"})),
-    "adafactor foreach": Opt("torch.optim.Adafactor({p}, lr=0.05, foreach=True)", wants=frozenset({"dense", "linear"})),
+    "adafactor": Opt("torch.optim.Adafactor({p}, lr=0.05)", fits="dense linear"),
+    "adafactor foreach": Opt("torch.optim.Adafactor({p}, lr=0.05, foreach=True)", fits="dense linear"),
     "lbfgs": Opt("torch.optim.LBFGS({p}, lr=0.1, max_iter=3)", alone=True, styles=frozenset({"closure"})),
     "rebinding": _own(
         "Rebinding({p})",
@@ -215,7 +215,7 @@ OPTIMIZERS: dict[str, Opt] = {
             p.sub_((turned / (1e-3 + turned.abs()) @ state["q"].T).view(p.shape), alpha=group["lr"])
         """,
         lr=0.02,
-        wants=frozenset({"dense", "linear"}),
+        fits="dense linear",
     ),
     "object in state": _each(
         "Projected",

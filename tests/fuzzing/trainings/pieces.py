@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from tests.fuzzing.trainings.ingredients import DENSE, LINEAR, Piece, code
+from tests.fuzzing.trainings.ingredients import Piece, code
 
 _GRADS = "for p in model.parameters():\n    if p.grad is not None:\n        {}"
 _WEIGHTS = "for p in model.parameters():\n    {}"
 _NO_GRAD = "with torch.no_grad():\n    for p in model.parameters():\n        {}"
 
 
-def _f(*words: str) -> frozenset[str]:
-    return frozenset(words)
-
-
-def _schedule(made: str, behind: str = "schedule.step()", *clash: str) -> Piece:
+def _schedule(made: str, behind: str = "schedule.step()", fits: str = "!lr !tensor") -> Piece:
     """A schedule of the first optimizer's rate, which is registered."""
-    attached = "session.register('schedule', schedule)"
-    return Piece(made=made, attached=attached, behind=behind, clash=_f("lr", "tensor", *clash))
+    return Piece(made=made, attached="session.register('schedule', schedule)", behind=behind, fits=fits)
 
 
 def _still(change: str) -> Piece:
@@ -25,8 +20,7 @@ def _still(change: str) -> Piece:
         made="model.still = nn.Linear(12, 5).requires_grad_(False)",
         start=f"if step == 9:\n    {change}",
         loss="F.cross_entropy(model(x) + 0.1 * model.still(x), y)",
-        wants=LINEAR,
-        clash=_f("loss", "copy"),
+        fits="linear !loss !copy",
     )
 
 
@@ -41,7 +35,7 @@ def _average(first: str, update: str, ends: str, said: str = "") -> Piece:
         made="model.ema = EMA(model)",
         behind="model.ema.update(model)",
         ends=f"shadow=model.ema.shadow{ends}",
-        clash=_f("copy", "extra"),
+        fits="!copy !extra",
         said=said,
     )
 
@@ -57,8 +51,7 @@ def _target(follow: str) -> Piece:
         made="model.target = copy.deepcopy(model.head).requires_grad_(False)",
         behind=f"if step % 5 == 0:\n    {follow}",
         loss="F.cross_entropy(model(x), y) + 0.1 * (model.head.weight - model.target.weight).square().sum()",
-        wants=LINEAR,
-        clash=_f("loss", "copy"),
+        fits="linear !loss !copy",
     )
 
 
@@ -68,60 +61,54 @@ def _spread(**more: str) -> Piece:
         made="spread = nn.Parameter(torch.zeros(3))\nopts[0].add_param_group({'params': [spread]})",
         loss="F.cross_entropy(model(x), y) * torch.exp(-spread.sum()) + 0.1 * spread.sum()",
         ends="spread=spread",
-        clash=_f("loss", "groups", "extra", "first"),
+        fits="!loss !groups !extra !first",
         **more,  # type: ignore[arg-type]
     )
 
 
 PIECES: dict[str, Piece] = {
     # between backward and step
-    "clip norm": Piece(between="torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)", wants=DENSE, framework=True),
-    "clip value": Piece(
-        between="torch.nn.utils.clip_grad_value_(model.parameters(), 0.02)", wants=DENSE, framework=True
-    ),
+    "clip norm": Piece(between="torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)", fits="dense framework"),
+    "clip value": Piece(between="torch.nn.utils.clip_grad_value_(model.parameters(), 0.02)", fits="dense framework"),
     "clip norm foreach": Piece(
         between="torch.nn.utils.clip_grad_norm_([*model.parameters()], 0.3, norm_type=1.0, foreach=True)",
-        wants=LINEAR | DENSE,
+        fits="dense linear",
     ),
     "clip each by itself": Piece(
-        between="for p in model.parameters():\n    torch.nn.utils.clip_grad_norm_([p], 0.1)", wants=DENSE
+        between="for p in model.parameters():\n    torch.nn.utils.clip_grad_norm_([p], 0.1)", fits="dense"
     ),
-    "scale by hand": Piece(between=_GRADS.format("p.grad.mul_(0.5 + 1 / step)"), framework=True),
-    "scale through data": Piece(between=_GRADS.format("p.grad.data.mul_(0.7)"), framework=True),
+    "scale by hand": Piece(between=_GRADS.format("p.grad.mul_(0.5 + 1 / step)"), fits="framework"),
+    "scale through data": Piece(between=_GRADS.format("p.grad.data.mul_(0.7)"), fits="framework"),
     "noise on gradients": Piece(
-        between=_GRADS.format("p.grad.add_(0.01 * torch.randn_like(p.grad))"), wants=DENSE, framework=True
+        between=_GRADS.format("p.grad.add_(0.01 * torch.randn_like(p.grad))"), fits="dense framework"
     ),
-    "normalized gradients": Piece(
-        between=_GRADS.format("p.grad.div_(p.grad.norm() + 1e-3)"), wants=DENSE, framework=True
-    ),
-    "new gradient": Piece(between=_GRADS.format("p.grad = p.grad * 0.5 + 0.01 * p.detach()"), wants=DENSE),
-    "gradient taken away": Piece(between="if step % 3 == 1:\n    model.head.weight.grad = None", wants=LINEAR),
+    "normalized gradients": Piece(between=_GRADS.format("p.grad.div_(p.grad.norm() + 1e-3)"), fits="dense framework"),
+    "new gradient": Piece(between=_GRADS.format("p.grad = p.grad * 0.5 + 0.01 * p.detach()"), fits="dense"),
+    "gradient taken away": Piece(between="if step % 3 == 1:\n    model.head.weight.grad = None", fits="linear"),
     "gradient of one row": Piece(
         between="if step % 2 == 0 and model.head.bias.grad is not None:\n    model.head.bias.grad[0] = 0.25",
-        wants=LINEAR,
+        fits="linear",
     ),
-    "decay before step": Piece(between=_NO_GRAD.format("p.mul_(0.99)"), framework=True),
-    "decay through data": Piece(between=_WEIGHTS.format("p.data.mul_(0.99)"), framework=True),
+    "decay before step": Piece(between=_NO_GRAD.format("p.mul_(0.99)"), fits="framework"),
+    "decay through data": Piece(between=_WEIGHTS.format("p.data.mul_(0.99)"), fits="framework"),
     "one weight through data": Piece(
-        between="model.head.weight.data[step % 5, step % 12] *= 0.5", wants=LINEAR, framework=True, said="DIFFERENT"
+        between="model.head.weight.data[step % 5, step % 12] *= 0.5", fits="linear framework", said="DIFFERENT"
     ),
-    "clamp before step": Piece(between=_NO_GRAD.format("p.clamp_(-0.2, 0.2)"), wants=LINEAR, framework=True),
-    "rate before step": Piece(
-        between="opts[0].param_groups[0]['lr'] = 0.03 / (1 + step)", clash=_f("lr"), framework=True
-    ),
+    "clamp before step": Piece(between=_NO_GRAD.format("p.clamp_(-0.2, 0.2)"), fits="linear framework"),
+    "rate before step": Piece(between="opts[0].param_groups[0]['lr'] = 0.03 / (1 + step)", fits="!lr framework"),
     # between two optimizers' steps
     "clamp between optimizers": Piece(
-        middle="for p in model.body.parameters():\n    p.data.clamp_(-0.1, 0.1)", wants=LINEAR
+        middle="for p in model.body.parameters():\n    p.data.clamp_(-0.1, 0.1)", fits="linear"
     ),
     "decay between optimizers": Piece(middle=_NO_GRAD.format("p.mul_(0.995)")),
-    "rate between optimizers": Piece(middle="opts[-1].param_groups[0]['lr'] = 0.02 / (1 + step)", clash=_f("lr")),
+    "rate between optimizers": Piece(middle="opts[-1].param_groups[0]['lr'] = 0.02 / (1 + step)", fits="!lr"),
     # behind the step
-    "clamp weights": Piece(behind=_NO_GRAD.format("p.clamp_(-0.3, 0.3)"), wants=LINEAR, framework=True),
+    "clamp weights": Piece(behind=_NO_GRAD.format("p.clamp_(-0.3, 0.3)"), fits="linear framework"),
     "clamp through data": Piece(
-        behind=_WEIGHTS.format("p.data.clamp_(-0.3, 0.3)"), wants=LINEAR, framework=True, said="DIFFERENT"
+        behind=_WEIGHTS.format("p.data.clamp_(-0.3, 0.3)"), fits="linear framework", said="DIFFERENT"
     ),
     "one weight behind the step": Piece(
-        behind="if step % 3 == 0:\n    model.head.weight.data[step % 5, step % 12] += 0.1", wants=LINEAR, framework=True
+        behind="if step % 3 == 0:\n    model.head.weight.data[step % 5, step % 12] += 0.1", fits="linear framework"
     ),
     "one moment through data": Piece(
         behind=code("""
@@ -129,17 +116,16 @@ PIECES: dict[str, Piece] = {
                 if step % 4 == 0 and isinstance(value, torch.Tensor) and value.numel() and value.is_floating_point():
                     value.data[(0,) * value.ndim] += 0.1
         """),
-        framework=True,
+        fits="framework",
     ),
-    "rebinding weights": Piece(behind=_WEIGHTS.format("p.data = p.data * 0.999"), framework=True),
+    "rebinding weights": Piece(behind=_WEIGHTS.format("p.data = p.data * 0.999"), fits="framework"),
     "noise on weights": Piece(
         behind="if step % 4 == 0:\n    with torch.no_grad():\n"
         "        model.head.weight.add_(0.01 * torch.randn_like(model.head.weight))",
-        wants=LINEAR,
-        framework=True,
+        fits="linear framework",
     ),
-    "head anew": Piece(behind="if step == 9:\n    model.head.reset_parameters()", wants=LINEAR, framework=True),
-    "decay behind step": Piece(behind=_NO_GRAD.format("p.mul_(0.99)"), framework=True),
+    "head anew": Piece(behind="if step == 9:\n    model.head.reset_parameters()", fits="linear framework"),
+    "decay behind step": Piece(behind=_NO_GRAD.format("p.mul_(0.99)"), fits="framework"),
     "state by hand": Piece(
         behind=code("""
             if step == 10:
@@ -148,17 +134,15 @@ PIECES: dict[str, Piece] = {
                         if isinstance(value, torch.Tensor) and value.ndim:
                             value.zero_()
         """),
+        fits="framework",
         said="state",
-        framework=True,
     ),
-    "state cleared": Piece(
-        behind="if step == 10:\n    opts[0].state.clear()", said="state", clash=_f("first"), framework=True
-    ),
+    "state cleared": Piece(behind="if step == 10:\n    opts[0].state.clear()", fits="!first framework", said="state"),
     "state loaded": Piece(
-        behind="if step == 10:\n    opts[0].load_state_dict(opts[0].state_dict())", clash=_f("first"), framework=True
+        behind="if step == 10:\n    opts[0].load_state_dict(opts[0].state_dict())", fits="!first framework"
     ),
     # what a session is asked before it is restored
-    "held read first": Piece(attached="held = session.held.step if session.held else 0", clash=_f("held")),
+    "held read first": Piece(attached="held = session.held.step if session.held else 0", fits="!held"),
     # gradients of the last step, read before they are zeroed
     "rate from an average of old gradients": Piece(
         start=code("""
@@ -168,40 +152,38 @@ PIECES: dict[str, Piece] = {
                 group["average"] = 0.8 * group.get("average", norm) + 0.2 * norm
                 group["lr"] = 0.03 / (1 + group["average"])
         """),
-        clash=_f("lr"),
+        fits="!lr framework",
         said="gradients of the resumed step|DIFFERENT",
-        framework=True,
     ),
     # rates, groups
     "rate by step": Piece(
-        start="for opt in opts:\n    opt.param_groups[0]['lr'] = 0.05 / (1 + step)", clash=_f("lr"), framework=True
+        start="for opt in opts:\n    opt.param_groups[0]['lr'] = 0.05 / (1 + step)", fits="!lr framework"
     ),
-    "rate from numpy": Piece(start="opts[0].param_groups[0]['lr'] = np.float32(0.04 / step)", clash=_f("lr")),
+    "rate from numpy": Piece(start="opts[0].param_groups[0]['lr'] = np.float32(0.04 / step)", fits="!lr"),
     "decay switched off": Piece(
         start="if step == 10:\n    for opt in opts:\n        for group in opt.param_groups:\n"
         "            if 'weight_decay' in group:\n                group['weight_decay'] = 0.0",
-        framework=True,
+        fits="framework",
     ),
     "nesterov switched on": Piece(
         start="if step == 8 and 'nesterov' in opts[0].defaults:\n"
         "    opts[0].param_groups[0].update(momentum=0.9, nesterov=True, dampening=0)",
-        framework=True,
+        fits="framework",
     ),
     "foreach switched on": Piece(
         start="if step == 8 and 'foreach' in opts[0].defaults and not opts[0].defaults.get('fused'):\n"
         "    opts[0].param_groups[0]['foreach'] = True",
-        clash=_f("tensor"),
+        fits="!tensor",
     ),
     "betas by step": Piece(
         start="if 'betas' in opts[0].defaults:\n    opts[0].param_groups[0]['betas'] = (0.9 - 0.01 * step, 0.99)",
-        framework=True,
+        fits="framework",
     ),
     "rate from old gradients": Piece(
         start="norm = sum(float(p.grad.to_dense().norm()) for p in model.parameters() if p.grad is not None)\n"
         "opts[0].param_groups[0]['lr'] = 0.05 / (1 + norm)",
-        clash=_f("lr"),
+        fits="!lr framework",
         said="gradients of the resumed step|DIFFERENT",
-        framework=True,
     ),
     "group added": Piece(
         top=code("""
@@ -213,33 +195,32 @@ PIECES: dict[str, Piece] = {
         made="model = with_late(model)\nlate = list(model.late.parameters())",
         start="if step == 7 and not any(late[0] is p for group in opts[0].param_groups for p in group['params']):\n"
         "    opts[0].add_param_group({'params': late})",
-        wants=LINEAR,
-        clash=_f("groups", "first", "copy", "tensor"),
+        fits="linear !groups !first !copy !tensor",
     ),
     "groups swap": Piece(
         start="if step in (9, 15) and len(opts[0].param_groups) == 2:\n    a, b = opts[0].param_groups\n"
         "    a['params'], b['params'] = b['params'], a['params']",
-        clash=_f("groups"),
+        fits="!groups",
     ),
-    "groups in another order": Piece(start="if step == 9:\n    opts[0].param_groups.reverse()", clash=_f("groups")),
+    "groups in another order": Piece(start="if step == 9:\n    opts[0].param_groups.reverse()", fits="!groups"),
     "members in another order": Piece(
-        start="if step == 9:\n    opts[0].param_groups[0]['params'].reverse()", clash=_f("groups")
+        start="if step == 9:\n    opts[0].param_groups[0]['params'].reverse()", fits="!groups"
     ),
     "one rate tensor": Piece(
         made="rate = torch.tensor(0.02)\nfor group in opts[0].param_groups:\n    group.update(lr=rate, foreach=False)",
         start="rate.mul_(0.97)",
-        clash=_f("lr", "tensor"),
+        fits="!lr !tensor",
     ),
     "words in a group": Piece(
         made="opts[0].param_groups[0].update(name='body', layers=[0, 1], numbers={'a': 1.5})",
         start="opts[0].param_groups[0]['numbers']['a'] += step",
         ends="numbers=opts[0].param_groups[0]['numbers']",
-        clash=_f("groups"),
+        fits="!groups",
     ),
     "function in a group": Piece(
         made="opts[0].param_groups[0]['rule'] = lambda step: 0.05 / step",
         start="opts[0].param_groups[0]['lr'] = opts[0].param_groups[0]['rule'](step)",
-        clash=_f("lr", "groups"),
+        fits="!lr !groups",
         said="group|rule",
         refused="group|rule",
     ),
@@ -247,8 +228,7 @@ PIECES: dict[str, Piece] = {
     "cosine": _schedule("schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opts[0], 24)"),
     "one cycle": _schedule(
         "schedule = torch.optim.lr_scheduler.OneCycleLR(opts[0], 0.05, 60, cycle_momentum=False)",
-        "schedule.step()",
-        "groups",  # those that are added have no rates of their own
+        fits="!lr !tensor !groups",  # groups that are added have no rates of their own
     ),
     "plateau": _schedule(
         "schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(opts[0], patience=1)",
@@ -258,13 +238,13 @@ PIECES: dict[str, Piece] = {
     "schedule unregistered": Piece(
         made="schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opts[0], 24)",
         behind="schedule.step()",
-        clash=_f("lr", "tensor"),
+        fits="!lr !tensor",
         said="[Ss]chedul",
     ),
     "plateau unregistered": Piece(
         made="schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(opts[0], patience=1)",
         behind="schedule.step(loss.detach())",
-        clash=_f("lr", "tensor"),
+        fits="!lr !tensor",
         said="[Ss]chedul",
     ),
     "average hidden": Piece(
@@ -272,8 +252,7 @@ PIECES: dict[str, Piece] = {
         made="model.hidden = [copy.deepcopy(model.head).requires_grad_(False)]",
         behind="model.hidden[0].bias.lerp_(model.head.bias.detach(), 0.1)",
         ends="hidden=model.hidden[0].state_dict()",
-        wants=LINEAR,
-        clash=_f("copy", "extra", "width"),
+        fits="linear !copy !extra !width",
     ),
     "average of a class replaced": _average(
         _CLONES, "self.shadow[n] = 0.9 * self.shadow[n] + 0.1 * p.data", "", _NOT_CARRIED
@@ -289,15 +268,14 @@ PIECES: dict[str, Piece] = {
         made="average = copy.deepcopy(model).requires_grad_(False)",
         behind="for a, p in zip(average.parameters(), model.parameters()):\n    a.data.lerp_(p.data, 0.1)",
         ends="average=average.state_dict()",
-        wants=LINEAR,
-        clash=_f("copy", "extra", "width"),
+        fits="linear !copy !extra !width",
         said=f"the variable average .*{_NOT_CARRIED}",
     ),
     "average in a dict of a variable": Piece(
         made=f"shadow = {_CLONES}",
         behind="for n, p in model.named_parameters():\n    shadow[n] = 0.9 * shadow[n] + 0.1 * p.data",
         ends="shadow=shadow",
-        clash=_f("copy", "extra"),
+        fits="!copy !extra",
         said=f"the variable shadow .*{_NOT_CARRIED}",
     ),
     "gradients copied": Piece(between="copies = [p.grad.clone() for p in model.parameters() if p.grad is not None]"),
@@ -306,20 +284,19 @@ PIECES: dict[str, Piece] = {
         made="model.last = nn.Tanh()",
         start="if step == 8:\n    model.last = nn.GELU()",
         loss="F.cross_entropy(model.last(model(x)), y)",
-        clash=_f("loss"),
+        fits="!loss",
         said="had become a GELU",
     ),
     "hook hung up": Piece(
         start="if step == 8:\n    model.head.weight.register_hook(lambda gradient: gradient * 0.5)",
-        wants=LINEAR,
-        clash=_f("hooks", "flags"),
+        fits="linear !hooks !flags",
         said="had got the hook",
     ),
     "hook of the step hung up": Piece(
         start="if step == 8:\n"
         "    opts[0].register_step_pre_hook(lambda opt, *rest: ([p.grad.mul_(0.5) for group in opt.param_groups "
         "for p in group['params'] if p.grad is not None], None)[1])",
-        clash=_f("hooks", "flags"),
+        fits="!hooks !flags",
         said="had got the hook",
     ),
     "meters nested": Piece(
@@ -330,16 +307,15 @@ PIECES: dict[str, Piece] = {
         made="model.meters = {'train.loss': {1: Mean()}}\nkept = model.meters['train.loss'][1]",
         loss="F.cross_entropy(model(x), y) * (1 + 0.1 * kept.mean)",
         behind="kept.mean = 0.9 * kept.mean + 0.1 * float(loss.detach())",
-        clash=_f("loss"),
+        fits="!loss",
     ),
-    "picture of the data": Piece(start="if step % 4 == 3:\n    picture = next(iter(loader))", clash=_f("data")),
+    "picture of the data": Piece(start="if step % 4 == 3:\n    picture = next(iter(loader))", fits="!data"),
     "average registered": Piece(
         made="average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)",
         attach="extra_modules={'average': average}",
         behind="average.update_parameters(model)",
         ends="average=average.state_dict()",
-        wants=LINEAR,
-        clash=_f("copy", "extra"),
+        fits="linear !copy !extra",
     ),
     "average by hand": Piece(
         made="mean = nn.Linear(20, 5).requires_grad_(False)\n"
@@ -347,26 +323,19 @@ PIECES: dict[str, Piece] = {
         attach="extra_modules={'mean': mean}",
         behind="mean.bias.lerp_(model.head.bias.detach(), 0.1)",
         ends="mean=mean.state_dict()",
-        wants=_f("default"),
-        clash=_f("extra", "width"),
+        fits="default !extra !width",
     ),
     "target copied": _target("model.target = copy.deepcopy(model.head).requires_grad_(False)"),
     "target loaded": _target("model.target.load_state_dict(model.head.state_dict())"),
     # freezing, replacing, resizing
-    "frozen later": Piece(
-        start="if step == 8:\n    model.body.requires_grad_(False)", wants=LINEAR, clash=_f("flags"), framework=True
-    ),
+    "frozen later": Piece(start="if step == 8:\n    model.body.requires_grad_(False)", fits="linear !flags framework"),
     "unfrozen later": Piece(
         made="model.body.requires_grad_(False)",
         start="if step == 8:\n    model.body.requires_grad_(True)",
-        wants=LINEAR,
-        clash=_f("flags", "first"),
+        fits="linear !flags !first",
     ),
     "frozen in turns": Piece(
-        start="model.head.weight.requires_grad_(step % 4 != 3)",
-        wants=LINEAR,
-        clash=_f("flags", "hooks"),
-        framework=True,
+        start="model.head.weight.requires_grad_(step % 4 != 3)", fits="linear !flags !hooks framework"
     ),
     "extra module frozen": Piece(
         made="tail = nn.Linear(5, 5)\nopts[0].add_param_group({'params': [*tail.parameters()]})",
@@ -374,8 +343,7 @@ PIECES: dict[str, Piece] = {
         start="if step == 10:\n    tail.requires_grad_(False)",
         loss="F.cross_entropy(tail(model(x)), y)",
         ends="tail=tail.state_dict(), flags=[p.requires_grad for p in tail.parameters()]",
-        wants=LINEAR,
-        clash=_f("loss", "extra", "groups", "first"),
+        fits="linear !loss !extra !groups !first",
     ),
     "frozen weight replaced": _still(
         "model.still.weight = nn.Parameter(model.still.weight * 1.5, requires_grad=False)"
@@ -389,13 +357,13 @@ PIECES: dict[str, Piece] = {
         start="if step >= 8:\n    now = x.detach().abs().mean()\n"
         "    model.late_scale = now if model.late_scale is None else 0.9 * model.late_scale + 0.1 * now",
         loss="F.cross_entropy(model(x) * (1 if model.late_scale is None else model.late_scale), y)",
-        clash=_f("loss", "finite", "copy"),
+        fits="!loss !finite !copy",
     ),
     "buffer grows": Piece(
         made="model.register_buffer('memory', torch.zeros(1, 5))",
         behind="model.memory = torch.cat([model.memory, loss.detach().view(1, 1).expand(1, 5)])[-6:]",
         loss="F.cross_entropy(model(x) + model.memory.mean(0), y)",
-        clash=_f("loss", "copy"),
+        fits="!loss !copy",
     ),
     "parameter replaced with its group": Piece(
         start=code("""
@@ -407,8 +375,7 @@ PIECES: dict[str, Piece] = {
                         group["params"] = [model.head.weight if p is old else p for p in group["params"]]
                     opt.state.pop(old, None)
         """),
-        wants=LINEAR,
-        clash=_f("groups", "first", "hooks"),
+        fits="linear !groups !first !hooks",
     ),
     "layer wider": Piece(
         start=code("""
@@ -422,64 +389,56 @@ PIECES: dict[str, Piece] = {
                     for p in old.parameters():
                         opt.state.pop(p, None)
         """),
-        wants=LINEAR,
-        clash=_f("groups", "first", "hooks", "loss", "width"),
+        fits="linear !groups !first !hooks !loss !width",
         said="shape|size|head",
     ),
     # modes
-    "body in eval": Piece(start="if step == 10:\n    model.body.eval()", clash=_f("modes"), framework=True),
-    "eval in turns": Piece(start="model.body.train(step % 3 > 0)", clash=_f("modes"), framework=True),
+    "body in eval": Piece(start="if step == 10:\n    model.body.eval()", fits="!modes framework"),
+    "eval in turns": Piece(start="model.body.train(step % 3 > 0)", fits="!modes framework"),
     "evaluated": Piece(
         behind="if step % 5 == 0:\n    model.eval()\n    with torch.no_grad():\n        model(x)\n    model.train()",
-        clash=_f("modes"),
+        fits="!modes",
     ),
     # hooks
     "pre hook decays": Piece(
         top="@torch.no_grad()\ndef decay(opt, *_):\n    for group in opt.param_groups:\n"
         "        for p in group['params']:\n            p.mul_(0.99)",
         made="for opt in opts:\n    opt.register_step_pre_hook(decay)",
-        clash=_f("hooks"),
-        framework=True,
+        fits="!hooks framework",
     ),
     "pre hook scales gradients": Piece(
         top="def halve(opt, *_):\n    for group in opt.param_groups:\n        for p in group['params']:\n"
         "            if p.grad is not None:\n                p.grad.mul_(0.5)",
         attached="for opt in opts:\n    opt.register_step_pre_hook(halve)",
-        clash=_f("hooks"),
+        fits="!hooks",
     ),
     "pre hook sets the rate": Piece(
         top="def slower(opt, *_):\n    opt.param_groups[0]['lr'] = float(opt.param_groups[0]['lr']) * 0.97",
         attached="opts[0].register_step_pre_hook(slower)",
-        clash=_f("hooks", "lr", "tensor"),
+        fits="!hooks !lr !tensor",
     ),
     "post hook clamps": Piece(
         top="def clamp(opt, *_):\n    for group in opt.param_groups:\n        for p in group['params']:\n"
         "            p.data.clamp_(-0.3, 0.3)",
         made="for opt in opts:\n    opt.register_step_post_hook(clamp)",
-        wants=LINEAR,
-        clash=_f("hooks"),
-        framework=True,
+        fits="linear !hooks framework",
         said="DIFFERENT",
     ),
-    "hook on gradients": Piece(
-        made="model.head.weight.register_hook(lambda grad: grad * 0.5)", wants=LINEAR, clash=_f("hooks")
-    ),
+    "hook on gradients": Piece(made="model.head.weight.register_hook(lambda grad: grad * 0.5)", fits="linear !hooks"),
     "hook on accumulated": Piece(
         made="model.head.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, 'grad', p.grad * 0.5))",
-        wants=LINEAR,
-        clash=_f("hooks"),
+        fits="linear !hooks",
     ),
     "late hook on gradients": Piece(
         made="hooked = []",
         start="if step >= 7 and not hooked:\n"
         "    hooked.append(model.head.bias.register_hook(lambda grad: grad.clamp(-0.1, 0.1)))",
-        wants=LINEAR,
-        clash=_f("hooks"),
+        fits="linear !hooks",
     ),
     "base made later": Piece(
         start="if step == 6:\n    torch.optim.RMSprop(nn.Linear(3, 3).parameters(), lr=0.1)\n"
         "    torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1)",
-        clash=_f("first"),
+        fits="!first",
         said="the audit found",  # hooks that change gradients run twice from then on, where a step calls its base's
     ),
     "probe trained": Piece(
@@ -497,40 +456,33 @@ PIECES: dict[str, Piece] = {
         "    model.hidden = torch.optim.Adam(model.other.parameters(), lr=0.01)",
         loss="F.cross_entropy(model(x) + 0.1 * model.other(x), y)",
         behind="if model.hidden is not None:\n    model.hidden.step()\n    model.hidden.zero_grad()",
-        clash=_f("loss", "first", "copy"),
-        wants=LINEAR,
+        fits="linear !loss !first !copy",
         said="optimizer",
     ),
     # ambient
     "autocast": Piece(
         around="with torch.autocast('cpu', torch.bfloat16):",
         loss="F.cross_entropy(model(x).float(), y)",
-        wants=LINEAR,
-        clash=_f("loss", "autocast"),
+        fits="linear !loss !autocast",
     ),
     "forward in autocast": Piece(
         top="def low(model, x):\n    with torch.autocast('cpu', torch.bfloat16):\n        return model(x).float()",
         loss="F.cross_entropy(low(model, x), y)",
-        wants=LINEAR,
-        clash=_f("loss", "autocast"),
+        fits="linear !loss !autocast",
     ),
     "flush denormal": Piece(
-        top="torch.set_flush_denormal(True)", loss="F.cross_entropy(model(x), y) * 1e-19", clash=_f("loss")
+        top="torch.set_flush_denormal(True)", loss="F.cross_entropy(model(x), y) * 1e-19", fits="!loss"
     ),
-    "tiny losses": Piece(loss="F.cross_entropy(model(x), y) * 1e-20", clash=_f("loss")),
-    "default dtype": Piece(
-        top="torch.set_default_dtype(torch.float64)", start="x = x.double()", wants=frozenset({"default"})
-    ),
+    "tiny losses": Piece(loss="F.cross_entropy(model(x), y) * 1e-20", fits="!loss"),
+    "default dtype": Piece(top="torch.set_default_dtype(torch.float64)", start="x = x.double()", fits="default"),
     "deterministic": Piece(top="torch.use_deterministic_algorithms(True)"),
     # commits
-    "numbered": Piece(commit="session.commit(step=step)", clash=_f("commit")),
+    "numbered": Piece(commit="session.commit(step=step)", fits="!commit"),
     "every other step committed": Piece(
-        commit="if step % 2 == 0:\n    session.commit(step=step)",
-        clash=_f("commit"),
-        said="died before its third commit",
+        commit="if step % 2 == 0:\n    session.commit(step=step)", fits="!commit", said="died before its third commit"
     ),
     "batches left out": Piece(
-        start="if step in (2, 19):\n    continue", commit="session.commit(step=step)", clash=_f("commit")
+        start="if step in (2, 19):\n    continue", commit="session.commit(step=step)", fits="!commit"
     ),
     # storage of tensors
     "flat parameters": Piece(
@@ -539,8 +491,7 @@ PIECES: dict[str, Piece] = {
             for p in model.parameters():
                 p.data, flat = flat[: p.numel()].view_as(p), flat[p.numel() :]
         """),
-        wants=_f("default"),
-        clash=_f("storage"),
+        fits="default !storage",
     ),
     "flat gradients": Piece(
         made=code("""
@@ -550,29 +501,24 @@ PIECES: dict[str, Piece] = {
         start="flat.zero_()\nfor p, begin in zip(model.parameters(), starts):\n"
         "    p.grad = flat[begin : begin + p.numel()].view_as(p)",
         between="flat.mul_(0.5 + 1 / (1 + flat.norm()))",
-        wants=_f("default"),
-        clash=_f("storage", "zero", "flags", "groups"),
+        fits="default !storage !zero !flags !groups",
     ),
     "transposed weight": Piece(
-        made="model.head.weight.data = model.head.weight.data.T.contiguous().T", wants=LINEAR, clash=_f("storage")
+        made="model.head.weight.data = model.head.weight.data.T.contiguous().T", fits="linear !storage"
     ),
     "weights moved": Piece(
-        behind="if step % 4 == 0:\n    model.head.weight.data = model.head.weight.data.clone()",
-        wants=LINEAR,
-        clash=_f("storage"),
+        behind="if step % 4 == 0:\n    model.head.weight.data = model.head.weight.data.clone()", fits="linear !storage"
     ),
     "pruned": Piece(
         start="if step >= 8 and not hasattr(model.head, 'weight_mask'):\n"
         "    torch.nn.utils.prune.l1_unstructured(model.head, 'weight', 0.3)",
-        wants=_f("default"),
-        clash=_f("storage", "hooks", "loss", "copy"),
+        fits="default !storage !hooks !loss !copy",
         said="parameter no longer",
     ),
     "parametrized later": Piece(
         start="if step >= 8 and not hasattr(model.head, 'parametrizations'):\n"
         "    torch.nn.utils.parametrize.register_parametrization(model.head, 'bias', nn.Tanh())",
-        wants=_f("default"),
-        clash=_f("storage", "hooks", "loss"),
+        fits="default !storage !hooks !loss",
         said="parameter no longer",
     ),
     "parameter outside": _spread(attach="extra_modules={'spread': nn.ParameterList([spread])}"),
@@ -581,30 +527,25 @@ PIECES: dict[str, Piece] = {
         made="shift = torch.zeros(12, requires_grad=True)\nopts[0].add_param_group({'params': [shift]})",
         start="x = x + shift",
         ends="shift=shift",
-        clash=_f("groups", "extra", "first", "storage"),
-        wants=_f("default"),
+        fits="default !groups !extra !first !storage",
         refused="extra_modules|parameter",
     ),
-    "diverges": Piece(start="if step == 8:\n    x = x * float('nan')", wants=_f("default"), clash=_f("finite")),
+    "diverges": Piece(start="if step == 8:\n    x = x * float('nan')", fits="default !finite"),
     "dead units": Piece(
-        behind="if step == 5:\n    model.head.weight.data[0] = -0.0",
-        wants=LINEAR,
-        clash=_f("storage"),
-        said="DIFFERENT",
+        behind="if step == 5:\n    model.head.weight.data[0] = -0.0", fits="linear !storage", said="DIFFERENT"
     ),
     # more ways of backward
     "module hook on gradients": Piece(
         top="def halved(module, grads, outs):\n    return tuple(g if g is None else 0.5 * g for g in grads)",
         made="model.head.register_full_backward_hook(halved)",
-        wants=LINEAR,
-        clash=_f("hooks"),
+        fits="linear !hooks",
     ),
     "another loss first": Piece(
         start="if model.head.weight.is_leaf and model.head.weight.requires_grad:\n"
         "    extra = model.head.weight.square().mean()\n    extra.backward()\n    model.head.weight.grad.mul_(0.1)",
-        wants=LINEAR,
+        fits="linear",
     ),
-    "step twice": Piece(behind="if step % 4 == 0:\n    opts[-1].step()", clash=_f("closure", "scaler")),
+    "step twice": Piece(behind="if step % 4 == 0:\n    opts[-1].step()", fits="!closure !scaler"),
     "evaluation loader": Piece(
         behind=code("""
             if step % 5 == 0:
@@ -616,8 +557,7 @@ PIECES: dict[str, Piece] = {
     "cyclic with momentum": _schedule(
         "schedule = torch.optim.lr_scheduler.CyclicLR(opts[0], 0.001, 0.05, 3, cycle_momentum='momentum' in "
         "opts[0].defaults)",
-        "schedule.step()",
-        "groups",  # it has the momentum of those that were there
+        fits="!lr !tensor !groups",  # it has the momentum of those that were there
     ),
     "sequence of schedules": _schedule(
         code("""
@@ -645,17 +585,13 @@ PIECES: dict[str, Piece] = {
         attached="session.register('meter', meter)",
         behind="meter.value = 0.9 * meter.value + 0.1 * float(loss)",
         start="x = x * meter.value",
-        clash=_f("finite"),
+        fits="!finite",
     ),
     "regularized": Piece(
-        loss="F.cross_entropy(model(x), y) + 0.01 * sum(p.abs().sum() for p in model.parameters())",
-        clash=_f("loss"),
-        wants=DENSE,
+        loss="F.cross_entropy(model(x), y) + 0.01 * sum(p.abs().sum() for p in model.parameters())", fits="dense !loss"
     ),
     "only at times": Piece(
-        loss="F.cross_entropy(model(x) if step % 3 else model.head(model.body(x).detach()), y)",
-        wants=frozenset({"split"}),
-        clash=_f("loss"),
+        loss="F.cross_entropy(model(x) if step % 3 else model.head(model.body(x).detach()), y)", fits="split !loss"
     ),
     "gradient dropped behind": Piece(behind="for p in model.body.parameters():\n    p.grad = None"),
     "forward of another batch": Piece(start="with torch.no_grad():\n    model(torch.randn(8, 12))"),

@@ -40,9 +40,6 @@ _APART: dict[str, set[str]] = {
     "eigenbasis": {"default dtype"},
 }
 
-#: Ingredients that are known to go wrong, alone or together, and why; generated programs leave them out.
-KNOWN: dict[str, str] = {}
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -69,15 +66,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Program:
-    """A training, by the names of its ingredients.
-
-    Attributes:
-        loop: whose loop it is: a "plain" one, or a framework's.
-        frame: what is special about it in that framework.
-        kills: (point, step) at which the first and the second attempt die.
-        node: whether agent and first attempt die together; storage serves.
-        reseeded: whether each attempt begins with other random numbers.
-    """
+    """A training, by the names of its ingredients."""
 
     model: str
     optimizers: tuple[str, ...]
@@ -86,11 +75,11 @@ class Program:
     data: str
     pieces: tuple[str, ...]
     settings: Settings
-    kills: tuple[Kill, Kill]
-    loop: str = "plain"
-    frame: str = "plainly"
-    node: bool = False
-    reseeded: bool = True
+    kills: tuple[Kill, Kill]  # (point, step) at which the first and the second attempt die
+    loop: str = "plain"  # whose loop it is: a "plain" one, or a framework's
+    frame: str = "plainly"  # what is special about it in that framework
+    node: bool = False  # whether agent and first attempt die together; storage serves
+    reseeded: bool = True  # whether each attempt begins with other random numbers
 
     def ingredients(self) -> Iterator[Model | Opt | Style | Data | Piece | Frame]:
         yield MODELS[self.model]
@@ -151,7 +140,7 @@ def _fits_framework(program: Program) -> bool:
         and not program.data.startswith("stream")
         and (program.loop != "trainer" or program.data in _OF_A_TRAINER)
         and not program.node
-        and (program.style == "plain" if program.loop in ("lightning", "trainer") else STYLES[program.style].anywhere)
+        and (program.style == "plain" if program.loop in ("lightning", "trainer") else STYLES[program.style].framework)
         and (len(program.optimizers) == 1 or program.loop in ("manual", "accelerate"))
     )
 
@@ -166,20 +155,15 @@ def points(loop: str, style: str, frame: str) -> tuple[str, ...]:
 
 
 @st.composite
-def programs(draw: st.DrawFn, known: Collection[str] = (), loops: Collection[str] = LOOPS) -> Program:
-    """Any program without the ingredients in `known`; one in five draws two of those that were reported.
-
-    Args:
-        known: names of ingredients that are left out.
-        loops: whose loops are drawn, each as often as it occurs.
-    """
+def programs(draw: st.DrawFn, loops: Collection[str] = LOOPS) -> Program:
+    """Any program; one in five draws two of the ingredients that were reported."""
 
     def one_of(names: Iterable[str]) -> str:
-        return draw(st.sampled_from([name for name in names if name not in known]))
+        return draw(st.sampled_from([*names]))
 
     loop = one_of(loops)
     plain = loop == "plain"
-    pieces = [name for name in PIECES if name not in known and (plain or PIECES[name].framework)]
+    pieces = [name for name in PIECES if plain or PIECES[name].framework]
     if draw(st.integers(0, 4)) == 4:
         reported = [name for name in REPORTED if name in pieces]
         chosen = draw(st.lists(st.sampled_from(reported), min_size=2, max_size=2, unique=True))
@@ -187,7 +171,7 @@ def programs(draw: st.DrawFn, known: Collection[str] = (), loops: Collection[str
         chosen = draw(st.lists(st.sampled_from(pieces), max_size=4, unique=True))
     single = loop in ("lightning", "trainer")
     share = one_of(name for name in SHARES if len(SHARES[name]) == 1 or not single)
-    styles = [name for name in STYLES if plain or (STYLES[name].anywhere and not single)]
+    styles = [name for name in STYLES if plain or (STYLES[name].framework and not single)]
     style = "plain" if single else one_of(["plain", *styles])
     frame = "plainly" if plain else one_of(FRAMES[loop])
     how = draw(_settings())
@@ -207,12 +191,11 @@ def programs(draw: st.DrawFn, known: Collection[str] = (), loops: Collection[str
         node=plain and how.storage and draw(st.booleans()),
         reseeded=draw(st.booleans()),
     )
-    names = {program.model, *program.optimizers, program.share, program.style, program.data, *program.pieces}
-    assume(fits(program) and not any({*each.split(" + ")} <= names for each in known))
+    assume(fits(program))
     return program
 
 
-def drawn(number: int, known: Collection[str] = (), loops: Collection[str] = LOOPS) -> Program:
+def drawn(number: int, loops: Collection[str] = LOOPS) -> Program:
     """The program of a seed: the same in every process, independent of those of other seeds."""
     found: list[Program] = []
 
@@ -221,7 +204,7 @@ def drawn(number: int, known: Collection[str] = (), loops: Collection[str] = LOO
     @settings(
         max_examples=2, phases=[Phase.generate], database=None, deadline=None, suppress_health_check=[*HealthCheck]
     )
-    @given(programs(known, loops))
+    @given(programs(loops))
     def draw(program: Program) -> None:
         found.append(program)
 

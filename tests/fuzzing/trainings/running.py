@@ -10,7 +10,6 @@ import re
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +23,7 @@ from tests.fuzzing.trainings.programs import Program, fits, simpler
 from tests.fuzzing.trainings.text import text
 from tests.support.cluster.processes import kill_and_wait
 from tests.support.trainings.engine_child import use_device
-from tests.support.trainings.engine_harness import Child, Lab, import_ahead
+from tests.support.trainings.engine_harness import Lab, import_ahead
 
 #: Longest life of an attempt, in seconds.
 ATTEMPT_SECONDS = 45.0
@@ -44,18 +43,11 @@ _ERRORS = {name for name, each in vars(errors).items() if isinstance(each, type)
 
 @dataclass
 class Verdict:
-    """What became of a program.
+    """What became of a program."""
 
-    Attributes:
-        kind: class of the outcome; *invalid*: it does not even run without memckpt.
-        why: the reason, in a line.
-        details: lines for whoever mends it.
-    """
-
-    kind: Class
-    why: str = ""
-    details: list[str] = field(default_factory=list)
-    seconds: float = 0.0
+    kind: Class  # class of the outcome; *invalid*: it does not even run without memckpt
+    why: str = ""  # the reason, in a line
+    details: list[str] = field(default_factory=list)  # lines for whoever mends it
 
     @property
     def wrong(self) -> bool:
@@ -110,11 +102,8 @@ def import_everything(*frameworks: str) -> None:
 
 def run(program: Program, device: str = "cpu") -> Verdict:
     """Run a program without memckpt, then with both kills; returns the verdict."""
-    started = time.monotonic()
     with _lab() as lab:
-        verdict = _Run(lab, program, device).verdict()
-    verdict.seconds = time.monotonic() - started
-    return verdict
+        return _Run(lab, program, device).verdict()
 
 
 def minimal(program: Program, verdict: Verdict, runs: int = 60, device: str = "cpu") -> tuple[Program, Verdict]:
@@ -134,13 +123,11 @@ def minimal(program: Program, verdict: Verdict, runs: int = 60, device: str = "c
 
 @contextlib.contextmanager
 def _lab() -> Iterator[Lab]:
-    with tempfile.TemporaryDirectory(prefix="program-") as directory:
-        lab = Lab(Path(directory))
+    with tempfile.TemporaryDirectory(prefix="program-") as directory, contextlib.closing(Lab(Path(directory))) as lab:
         try:
             yield lab
         finally:
             lab.left_behind(limit=0.0)
-            lab.close()
 
 
 class _Run:
@@ -167,7 +154,8 @@ class _Run:
             if begun == number and held:
                 return self._wrong(f"attempt {number + 1} starts over, though a step was held")
             if number == 0 and self._program.node:
-                agent = self._lose_agent()
+                kill_and_wait(self._lab.status().pid)
+                agent = self._lab.start_agent()
         if begun and self._program.reseeded:
             (self._directory / "expected").unlink()
             self._attempt(None, "", begun)
@@ -197,11 +185,6 @@ class _Run:
         log = child.log.read_text()
         self._logs.append(log)
         return code, log
-
-    def _lose_agent(self) -> Child:
-        status = self._lab.status()
-        kill_and_wait(status.pid)
-        return self._lab.start_agent()
 
     # Verdicts
 
@@ -253,17 +236,12 @@ class _Run:
         kept = next((line for line in _warnings(self._logs) if "keeps it in memory for" in line), None)
         if kept is not None:  # what a trainer has ended with, and the agent cannot redo
             return Verdict("said", kept)
-        left = self._left()
+        left = self._lab.left_behind(limit=20.0 if self._program.settings.storage else 10.0)
         if left:
             return self._wrong(f"left behind: {left[0].splitlines()[0]}", *left)
         if said and (different or unsure):
             return Verdict("said", (unsure or named)[0])
         return Verdict("exact")
-
-    def _left(self) -> list[str]:
-        if not self._program.settings.storage:
-            return self._lab.left_behind(limit=10.0)
-        return self._lab.left_behind(limit=20.0)
 
 
 _OURS = re.compile(r"^ERROR memckpt|please report|Traceback \(most recent call last\)")

@@ -14,11 +14,11 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from pathlib import Path
 
-from tests.fuzzing.trainings.programs import KNOWN, LOOPS, Program, drawn
+from tests.fuzzing.trainings.programs import LOOPS, Program, drawn
 from tests.fuzzing.trainings.running import Verdict, import_everything, minimal, run
 from tests.fuzzing.trainings.text import text
 
@@ -42,7 +42,6 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2, help="for plain loops; half as many for others")
     parser.add_argument("--scripts", type=Path, default=Path("build/programs"), help="where wrong ones are written to")
     parser.add_argument("--device", default="cpu", help="cuda, or late: plain loops train there")
-    parser.add_argument("--all", action="store_true", help="with what is known to be wrong, too")
     parser.add_argument("--named", type=re.compile, help="only programs in whose name this pattern is found")
     args = parser.parse_args()
     first = random.randrange(10**6, 10**9) if args.seed is None else args.seed
@@ -51,9 +50,8 @@ def main() -> int:
     counted: Counter[str] = Counter()
     ways: Counter[str] = Counter()
     started = time.monotonic()
-    known: Collection[str] = () if args.all else KNOWN
     loops = LOOPS if args.device == "cpu" else ("plain",)
-    each = ((seed, drawn(seed, known, loops)) for seed in itertools.count(first))
+    each = ((seed, drawn(seed, loops)) for seed in itertools.count(first))
     named = ((seed, program) for seed, program in each if args.named is None or args.named.search(str(program)))
     outcomes = _outcomes(itertools.islice(named, args.programs), args.processes, args.device)
     for number, (seed, script, verdict) in enumerate(outcomes, 1):

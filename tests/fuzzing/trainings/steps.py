@@ -7,7 +7,7 @@ from dataclasses import replace
 from textwrap import indent
 from typing import Any
 
-from tests.fuzzing.trainings.ingredients import DENSE, LINEAR, Data, Frame, Style, code
+from tests.fuzzing.trainings.ingredients import Data, Frame, Style, code
 
 # Steps
 
@@ -36,7 +36,7 @@ loss = {loss}
 """
 
 STYLES: dict[str, Style] = {
-    "plain": Style(_step(_PLAIN), anywhere=True),
+    "plain": Style(_step(_PLAIN), fits="framework"),
     "zeroed behind": Style(
         _step("""
             loss = {loss}
@@ -45,9 +45,9 @@ STYLES: dict[str, Style] = {
             {step}
             <zero>
         """),
-        anywhere=True,
+        fits="framework",
     ),
-    "zeroed in place": Style((_step(_PLAIN).replace("zero_grad()", "zero_grad(set_to_none=False)")), anywhere=True),
+    "zeroed in place": Style((_step(_PLAIN).replace("zero_grad()", "zero_grad(set_to_none=False)")), fits="framework"),
     "by the model": Style(_step(_PLAIN.replace("<zero>", "model.zero_grad()"))),
     "never zeroed": Style(
         _step("""
@@ -81,7 +81,7 @@ STYLES: dict[str, Style] = {
             for opt in opts[1:]:
                 opt.step()
         """),
-        clash=frozenset({"closure"}),
+        fits="!closure",
     ),
     "accumulated": Style(
         _step("""
@@ -92,7 +92,7 @@ STYLES: dict[str, Style] = {
             <between>
             {step}
         """),
-        anywhere=True,
+        fits="framework",
     ),
     "gradients wait": Style(
         _step("""
@@ -118,7 +118,7 @@ STYLES: dict[str, Style] = {
                     opt.step()
                     opt.zero_grad()
         """),
-        anywhere=True,
+        fits="framework",
     ),
     "in turns": Style(
         _step("""
@@ -129,7 +129,7 @@ STYLES: dict[str, Style] = {
             {middle}
             opts[step % len(opts)].step()
         """),
-        anywhere=True,
+        fits="framework",
     ),
     "twice a commit": Style(
         _step("""
@@ -140,7 +140,7 @@ STYLES: dict[str, Style] = {
                 <between>
                 {step}
         """),
-        anywhere=True,
+        fits="framework",
     ),
     "scaled": Style(
         _step("""
@@ -158,8 +158,7 @@ STYLES: dict[str, Style] = {
         """),
         made='scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)',
         attached='session.register("scaler", scaler)',
-        wants=DENSE,
-        clash=frozenset({"scaler"}),
+        fits="dense !scaler",
     ),
     "scaled and skipped": Style(
         _step("""
@@ -177,8 +176,7 @@ STYLES: dict[str, Style] = {
         """),
         made='scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)',
         attached='session.register("scaler", scaler)',
-        wants=frozenset({"dense", "linear"}),
-        clash=frozenset({"scaler", "finite"}),
+        fits="dense linear !finite !scaler",
     ),
     "skipped by hand": Style(
         _step("""
@@ -189,7 +187,7 @@ STYLES: dict[str, Style] = {
             if step % 4 != 1:
                 {step}
         """),
-        anywhere=True,
+        fits="framework",
     ),
     "sharpness aware": Style(
         _step("""
@@ -209,7 +207,7 @@ STYLES: dict[str, Style] = {
             <between>
             {step}
         """),
-        wants=DENSE,
+        fits="dense",
     ),
     "penalty": Style(
         _step("""
@@ -222,7 +220,7 @@ STYLES: dict[str, Style] = {
             <between>
             {step}
         """),
-        wants=frozenset({"dense", "linear", "twice"}),
+        fits="dense linear twice",
     ),
     "by hand": Style(
         _step("""
@@ -253,7 +251,7 @@ STYLES: dict[str, Style] = {
             <between>
             {step}
         """),
-        wants=frozenset({"dense", "linear"}),
+        fits="dense linear",
     ),
     "tried again": Style(
         _step("""
@@ -266,7 +264,7 @@ STYLES: dict[str, Style] = {
         """)
         + "\n"
         + _step(_PLAIN),
-        wants=LINEAR,
+        fits="linear",
     ),
     "step raises": Style(
         _step("""
@@ -303,8 +301,7 @@ STYLES: dict[str, Style] = {
                 p.register_post_accumulate_grad_hook(lambda p, opt=opt: step_at_once(p, opt))
         """),
         points=("backward",),
-        wants=DENSE,
-        clash=frozenset({"groups", "hooks", "first"}),
+        fits="dense !first !groups !hooks",
     ),
 }
 
@@ -555,7 +552,7 @@ FRAMES: dict[str, dict[str, Frame]] = {
         "schedule": Frame(
             made="schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opts[0], 24)\n"
             "schedules = [{'scheduler': schedule, 'interval': 'step'}]",
-            clash=frozenset({"lr"}),
+            fits="!lr",
         ),
         "own clipping": Frame(
             methods=code("""
@@ -584,11 +581,11 @@ FRAMES: dict[str, dict[str, Frame]] = {
                     self.net.body.eval()
                     self.net.body.requires_grad_(self.current_epoch != 1)
             """),
-            clash=frozenset({"modes", "flags"}),
+            fits="!flags !modes",
         ),
         "average of weights": Frame(
             lines="callbacks.append(pl.callbacks.WeightAveraging(avg_fn=lambda mean, new, n: 0.9 * mean + 0.1 * new))",
-            clash=frozenset({"copy"}),
+            fits="!copy",
         ),
         "accumulates by schedule": Frame(
             lines="callbacks.append(pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 3}))", accumulates=True
@@ -606,6 +603,6 @@ FRAMES: dict[str, dict[str, Frame]] = {
         "accumulates": Frame("gradient_accumulation_steps=2", accumulates=True),
         "no clipping": Frame("max_grad_norm=0.0"),
         "evaluates": Frame("eval_strategy='steps', eval_steps=4"),
-        "cosine": Frame("lr_scheduler_type='cosine', warmup_steps=4", clash=frozenset({"lr"})),
+        "cosine": Frame("lr_scheduler_type='cosine', warmup_steps=4", fits="!lr"),
     },
 }

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fuzzing.trainings.programs import KNOWN, LOOPS, drawn
+from tests.fuzzing.trainings.programs import LOOPS, drawn
 from tests.fuzzing.trainings.running import import_everything, minimal, run
 from tests.fuzzing.trainings.text import text
 
@@ -33,7 +33,7 @@ def _imported() -> None:
 
 @pytest.mark.parametrize("number", range(PROGRAMS))
 def test_a_program_is_exact_or_says_so(number: int) -> None:
-    program = drawn(number, KNOWN, _LOOPS)
+    program = drawn(number, _LOOPS)
     verdict = run(program)
     assert verdict.kind != "invalid", "\n".join([str(program), verdict.why, *verdict.details])
     if verdict.wrong:
