@@ -16,9 +16,8 @@ from memckpt.processes.address import NODE_VARIABLE, AgentAddress
 from memckpt.processes.control import ask_status
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.local_store import LocalStore
-from tests.support.cluster.service_harness import Home, Service
+from tests.support.cluster.service_harness import Home, Service, UserManager
 from tests.support.cluster.service_job import SETTINGS
-from tests.support.cluster.systemd_manager import UserManager
 from tests.support.cluster.waiting import until
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Control, config, kill_self

@@ -21,9 +21,8 @@ import yaml
 
 from memckpt.config import StorageConfig
 from memckpt.errors import AgentNotFoundError
-from tests.support.cluster.service_harness import LIMIT_SECONDS, ROOT, Home
-from tests.support.cluster.unit_files import SYSTEMD as UNITS
-from tests.support.cluster.unit_files import Unit
+from tests.support.cluster.service_harness import LIMIT_SECONDS, ROOT, Home, Unit
+from tests.support.cluster.service_harness import SYSTEMD as UNITS
 from tests.support.cluster.waiting import until
 from tests.support.trainings.engine_harness import Lab
 

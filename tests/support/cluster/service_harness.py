@@ -1,27 +1,100 @@
-"""Shipped units run as a service manager would: commands, environment, readiness, restarts."""
+"""Shipped systemd units, run by this process as a service manager would, or by a user manager of their own.
+
+This process knows the features that the shipped units use: commands, environment, readiness, restarts.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import pickle
+import re
 import secrets
 import select
+import shlex
+import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from tests.support.cluster.unit_files import SYSTEMD, Unit, expand
+import pytest
+
 from tests.support.trainings.engine_harness import Ended
 
 ROOT = Path(__file__).resolve().parents[3]
+SYSTEMD = ROOT / "deploy" / "systemd"
 LIMIT_SECONDS = 60.0
+#: Ends by these signals are no failures: systemd.service(5), Restart=.
+_CLEAN_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)
+_PLACES = ("/usr/lib/systemd/systemd", "/lib/systemd/systemd")
+_START_SECONDS = 20.0
+_COMMAND_SECONDS = 90.0
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A unit file."""
+
+    path: Path
+    settings: tuple[tuple[str, str, str], ...]  # section, name and value of each line, in the file's order
+
+    @classmethod
+    def read(cls, path: Path) -> Unit:
+        found, section = [], ""
+        for line in path.read_text().replace("\\\n", " ").splitlines():
+            line = line.strip()
+            if not line or line[0] in "#;":
+                continue
+            if line[0] == "[":
+                assert line[-1] == "]", f"{path.name}: {line!r}"
+                section = line[1:-1]
+                continue
+            name, equals, value = line.partition("=")
+            assert section, f"{path.name}: {line!r} is in no section"
+            assert equals, f"{path.name}: {line!r} is no setting"
+            found.append((section, name.strip(), value.strip()))
+        return cls(path, tuple(found))
+
+    def values(self, name: str) -> list[str]:
+        return [value for _, key, value in self.settings if key == name]
+
+    def value(self, name: str) -> str:
+        found = self.values(name)
+        assert len(found) == 1, f"{self.path.name}: expected {name}= once, found {found}"
+        return found[0]
+
+    def seconds(self, name: str) -> float:
+        value = self.value(name)
+        units = {"": 1, "s": 1, "min": 60, "h": 3600}
+        number, unit = re.fullmatch(r"(\d+)(\w*)", value).groups()  # type: ignore[union-attr]
+        return float(number) * units[unit]
+
+    def command(self, specifiers: Mapping[str, str]) -> list[str]:
+        return shlex.split(expand(self.value("ExecStart"), specifiers))
+
+    def environment(self, specifiers: Mapping[str, str]) -> dict[str, str]:
+        words = [word for value in self.values("Environment") for word in shlex.split(expand(value, specifiers))]
+        return dict(word.split("=", 1) for word in words)
+
+    def restarts_after(self, code: int) -> bool:
+        """Whether the manager restarts it; a signal is a negative exit code."""
+        assert self.value("Restart") == "on-failure"
+        prevented = " ".join(self.values("RestartPreventExitStatus")).split()
+        if str(code) in prevented:
+            return False
+        return code != 0 and -code not in _CLEAN_SIGNALS
+
+
+def expand(text: str, specifiers: Mapping[str, str]) -> str:
+    """Replace ``%h`` and other specifiers; an unknown one is an error."""
+    return re.sub(r"%(.)", lambda found: {"%": "%", **specifiers}[found[1]], text)
 
 
 class NotifySocket:
@@ -91,7 +164,6 @@ class Home:
         return (self.path / "project" / f"report-{number}" / "outcome").exists()
 
     def attempt(self, number: int, code: int, log: str) -> Ended:
-        """Results of an attempt."""
         report = self.path / "project" / f"report-{number}"
         result = report / "outcome"
         outcome = pickle.loads(result.read_bytes()) if result.exists() else None
@@ -99,20 +171,18 @@ class Home:
         return Ended(code, events, log, outcome)
 
 
-class Service:
-    """A shipped unit, run by this process. Its owner closes it.
+def _popen(command: list[str], env: dict[str, str], log: Path, cwd: str | None = None) -> subprocess.Popen[bytes]:
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            command, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+        )
 
-    Args:
-        unit: name of the unit, as shipped.
-        home: home of its user.
-        abstract: whether the manager's socket is in the abstract namespace.
-        extra: variables that the manager adds.
-    """
+
+class Service:
+    """A shipped unit, run by this process; the manager's socket may be `abstract`. Its owner closes it."""
 
     def __init__(self, unit: str, home: Home, *, abstract: bool = False) -> None:
-        self.unit = Unit.read(SYSTEMD / unit)
-        self._home = home
-        self._abstract = abstract
+        self.unit, self._home, self._abstract = Unit.read(SYSTEMD / unit), home, abstract
         self._socket: NotifySocket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self.log = home.path / f"{unit}.log"
@@ -138,17 +208,8 @@ class Service:
         if unit.values("Type") == ["notify"]:
             self._socket = NotifySocket(self._home.runtime, self._abstract)
             environment["NOTIFY_SOCKET"] = self._socket.address
-        directory = unit.values("WorkingDirectory")
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                unit.command(specifiers),
-                env=environment,
-                cwd=expand(directory[0], specifiers) if directory else "/",
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        directory = [expand(each, specifiers) for each in unit.values("WorkingDirectory")] or ["/"]
+        self._process = _popen(unit.command(specifiers), environment, self.log, directory[0])
 
     def until_said(self, state: str) -> None:
         """Wait until its main process, and no other, has sent this state."""
@@ -191,3 +252,68 @@ class Service:
         if self._process is not None and self._process.poll() is None:
             self.kill()
         self._close_socket()
+
+
+class UserManager:
+    """Runs the shipped units. Its owner closes it, which stops them.
+
+    Skips the test if systemd is missing, does not run this machine, or may not make control groups here.
+    """
+
+    def __init__(self, home: Home) -> None:
+        program = next((place for place in _PLACES if os.access(place, os.X_OK)), None)
+        if program is None or shutil.which("systemctl") is None or not Path("/run/systemd/system").is_dir():
+            pytest.skip("this machine was not started by systemd")
+        self.log = home.path / "log"
+        self._home = home
+        self._environment = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(home.path),
+            "XDG_RUNTIME_DIR": str(home.runtime),
+            "SYSTEMD_LOG_TARGET": "console",
+        }
+        units = home.path / ".config" / "systemd" / "user"
+        units.mkdir(parents=True)
+        (units / "idle.target").write_text("[Unit]\nDescription=Nothing yet\n")
+        for path in SYSTEMD.glob("*.service"):
+            shutil.copy(path, units)
+            (units / f"{path.name}.d").mkdir()
+            # The tested code need not be the installed one.
+            drop_in = ["[Service]", f"Environment=PYTHONPATH={ROOT}"]
+            drop_in += [f"Standard{stream}=append:{self.log}" for stream in ("Output", "Error")]
+            (units / f"{path.name}.d" / "test.conf").write_text("\n".join(drop_in))
+        log = home.path / "manager.log"
+        self._process = _popen([program, "--user", "--unit=idle.target"], self._environment, log)
+        deadline = time.monotonic() + _START_SECONDS
+        while self.call("is-system-running").stdout.strip() != "running":
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.close()
+                pytest.skip(f"no manager can be started here: {log.read_text()[-500:]}")
+            select.select([], [], [], 0.05)
+
+    def call(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run ``systemctl --user``, whatever its outcome."""
+        command = ["systemctl", "--user", *arguments]
+        settings: Any = {"env": self._environment, "timeout": _COMMAND_SECONDS}
+        return subprocess.run(command, capture_output=True, text=True, **settings)
+
+    def do(self, *arguments: str) -> None:
+        """Run ``systemctl --user``, which must succeed."""
+        done = self.call(*arguments)
+        assert done.returncode == 0, f"{arguments}: {done.stderr}\n{self.log.read_text()[-3000:]}"
+
+    def show(self, unit: str, name: str) -> str:
+        return self.call("show", "--value", f"--property={name}", unit).stdout.strip()
+
+    def close(self) -> None:
+        """Stop the units, then the manager."""
+        if self._process.poll() is None:
+            self.call("exit")
+            try:
+                self._process.wait(_COMMAND_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        self._process.wait()
+        for path in self._home.runtime.iterdir():
+            if path.name != "memckpt":  # the agents remove that themselves
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
