@@ -8,14 +8,14 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from memckpt.config import MemckptConfig
 from memckpt.processes.address import AgentAddress
 from tests.faults.model import Model, Truth
-from tests.faults.trainer import Attempt, Finish, train
+from tests.faults.trainer import Attempt, Finish, Rank
 from tests.support.cluster.netns import Network
 from tests.support.cluster.processes import children, command
 from tests.support.cluster.sharded_cases import Setup
@@ -43,23 +43,10 @@ class _Rank:
 
 
 class Cluster:
-    """Owns a job's processes; :meth:`close` ends them.
+    """Owns a job's processes, one rank on each node; :meth:`close` ends them.
 
-    Args:
-        lab: starts processes, and finds those that are left.
-        setup: the training; each rank is on its own node.
-        config: protection of the job; None: it is undisturbed and unprotected.
-        tolerated: number of nodes that peers make up for.
-        network: network of the agents; None: all are on the loopback.
-        paced: whether a rank takes a step only when it is permitted; else it trains on.
-        truth: losses and digests known so far.
-
-    Attributes:
-        model: what the next resume owes.
-        agents_first: whether agents are forked before trainers start, which else start them.
-        before_attempt: called before the ranks of an attempt start.
-        attempts: number of attempts begun.
-        deaths: number of attempts in which a trainer died.
+    Without `config` the job is undisturbed and unprotected, without `network` all agents are on the loopback. `paced`:
+    a rank takes a step only when that is permitted.
     """
 
     def __init__(
@@ -74,10 +61,10 @@ class Cluster:
         truth: Truth | None = None,
     ) -> None:
         self.lab, self.setup, self.config, self.network = lab, setup, config, network
-        self.model = Model(setup.world_size, tolerated, truth or Truth())
+        self.model = Model(setup.world_size, tolerated, truth or Truth())  # what the next resume owes
         self.finish = Finish()
-        self.attempts = self.deaths = 0
-        self.agents_first = False
+        self.attempts = self.deaths = 0  # attempts begun, and those in which a trainer died
+        self.agents_first = False  # agents are forked before trainers start, which else start them
         self.before_attempt: Callable[[], None] = lambda: None
         self._paced = paced
         #: Step up to which ranks may train, and up to which those of this attempt have been told so.
@@ -98,7 +85,6 @@ class Cluster:
 
     @property
     def finished(self) -> bool:
-        """Whether all ranks have trained to the end."""
         return self._finished == self.setup.world_size
 
     # Attempts
@@ -129,17 +115,13 @@ class Cluster:
         self.attempts += 1
         self._heard = time.monotonic()
         for rank, (read, _) in enumerate(ends):
-            child = self.lab.fork(lambda rank=rank: train(attempt, rank), f"rank{rank}")
+            child = self.lab.fork(lambda rank=rank: Rank(attempt, rank).train(), f"rank{rank}")
             self._ranks.append(_Rank(child, read, permits[rank]))
         for _, write in ends:
             os.close(write)
 
     def poll(self, seconds: float) -> bool:
-        """Wait for notes or ends of ranks, give the model what they say, and end an attempt in which one has died.
-
-        Returns:
-            Whether anything came.
-        """
+        """Wait for notes or ends of ranks, and tell the model; whether any came. A death is the end of the attempt."""
         if not self._ranks:
             return False
         handles = {rank.child._handle: rank for rank in self._ranks if rank.child._code is None}
@@ -205,11 +187,7 @@ class Cluster:
                 os.waitpid(pid, os.WNOHANG)
 
     def until(self, what: str, condition: Callable[[], bool]) -> None:
-        """Run the job until something is true, and start it again if a trainer dies.
-
-        Raises:
-            Stuck: nothing has come from the ranks for long.
-        """
+        """Run the job until something is true, and start it again if a trainer dies."""
         while not condition():
             if not self._ranks:
                 self.begin()
@@ -275,7 +253,7 @@ class Cluster:
     def helpers_of(self, number: int, module: str) -> list[int]:
         """The pids of the processes of a node's agent that run a module: its replicator, or its storage writers."""
         agent = self.agent_of(number)
-        return [] if agent is None else [pid for pid in _children_of(agent) if module in command(pid)]
+        return [] if agent is None else [pid for pid in sorted(children(agent)) if module in command(pid)]
 
     def revive(self) -> None:
         """Fork an agent, with torch, for each node that has none, as a launcher does that starts agents first."""
@@ -315,12 +293,9 @@ class Cluster:
 
 def undisturbed(lab: Lab, setup: Setup, steps: int) -> Truth:
     """Losses and digests of the training without memckpt and without faults."""
-    cluster = Cluster(lab, setup, None)
-    cluster.finish.step = steps
-    try:
+    with contextlib.closing(Cluster(lab, setup, None)) as cluster:
+        cluster.finish.step = steps
         cluster.until("the undisturbed training", lambda: cluster.finished and not cluster.running)
-    finally:
-        cluster.close()
     assert not cluster.deaths, cluster.told()
     return cluster.model.truth
 
@@ -331,9 +306,3 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def _children_of(pid: int) -> Iterator[int]:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            yield from (int(each) for each in (task / "children").read_text().split())

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 from memckpt.agent.saving import writer
 from memckpt.replication import process as replicator
@@ -47,17 +48,9 @@ class DiskSwitch:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[DiskSwitch]:
-        before = {name: os.environ.get(name) for name in ("PYTHONPATH", "MEMCKPT_TEST_DISK")}
-        hook = str(Path(__file__).parent / "disk")
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [hook, before["PYTHONPATH"]]))
-        os.environ["MEMCKPT_TEST_DISK"] = str(self._file)
-        try:
+        found = os.pathsep.join(filter(None, [str(Path(__file__).parent / "disk"), os.environ.get("PYTHONPATH")]))
+        with mock.patch.dict(os.environ, {"PYTHONPATH": found, "MEMCKPT_TEST_DISK": str(self._file)}):
             yield self
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name)
-                if value is not None:
-                    os.environ[name] = value
 
 
 @dataclass
@@ -70,23 +63,12 @@ class Lasting:
 
 
 class Injector:
-    """Faults on a cluster.
-
-    Args:
-        store: directory of the job's storage.
-        disk: its disk's switch.
-        chance: chooses victims, bytes and signals.
-
-    Attributes:
-        injected: faults by kind that took place.
-        survived: faults by kind after which training went on, with all states equal bit for bit.
-        lasting: faults that last.
-    """
+    """Faults on a cluster and its storage; `chance` chooses victims, bytes and signals."""
 
     def __init__(self, cluster: Cluster, store: Path, disk: DiskSwitch, chance: random.Random) -> None:
         self.cluster, self.store, self._disk, self._chance = cluster, store, disk, chance
-        self.injected: Counter[Kind] = Counter()
-        self.survived: Counter[Kind] = Counter()
+        self.injected: Counter[Kind] = Counter()  # those that took place
+        self.survived: Counter[Kind] = Counter()  # training went on, with all states equal bit for bit
         self.lasting: list[Lasting] = []
         #: Agents that were told to end, by node: they save first, and may be here for a while.
         self._leaving: list[tuple[int, int]] = []
@@ -95,16 +77,16 @@ class Injector:
         #: Faults that no step has followed yet, with the attempt of each, and the step that has to follow in that one.
         self._open: list[tuple[Kind, int, int]] = []
         self._do: dict[Kind, Callable[[int], End | None]] = {
-            Kind.KILL_TRAINER: self._kill_trainer,
-            Kind.KILL_RESUMING: self._kill_resuming,
+            Kind.KILL_TRAINER: lambda node: self._kill(cluster.pid_of(node)) if self._begun() else None,
+            Kind.KILL_RESUMING: lambda node: None if self._begun() else self._kill(cluster.pid_of(node)),
             Kind.KILL_TRAINERS: self._kill_trainers,
             Kind.KILL_AGENT: self._kill_agent,
             Kind.KILL_REPLICATOR: self._kill_replicator,
-            Kind.KILL_WRITER: lambda node: self._kill_helper(node, writer.__name__),
+            Kind.KILL_WRITER: lambda node: self._kill(next(iter(cluster.helpers_of(node, writer.__name__)), None)),
             Kind.TERMINATE_AGENT: self._terminate_agent,
             Kind.STOP_TRAINER: lambda node: self._stop(cluster.pid_of(node)),
-            Kind.STOP_AGENT: self._stop_agent,
-            Kind.STOP_REPLICATOR: self._stop_replicator,
+            Kind.STOP_AGENT: lambda node: self._stop_weakening(node, cluster.agent_of(node)),
+            Kind.STOP_REPLICATOR: lambda node: self._stop_weakening(node, self._replicator(node)),
             Kind.LOSE_NODE: lambda node: self._lose([node]),
             Kind.LOSE_NODES: self._lose_several,
             Kind.CUT_NETWORK: self._cut,
@@ -134,7 +116,6 @@ class Injector:
         return True
 
     def end(self, fault: Lasting) -> None:
-        """End a fault that lasts."""
         self.lasting.remove(fault)
         fault.end()
 
@@ -169,12 +150,6 @@ class Injector:
             return None  # it has ended by itself
         return nothing
 
-    def _kill_trainer(self, node: int) -> End | None:
-        return self._kill(self.cluster.pid_of(node)) if self._begun() else None
-
-    def _kill_resuming(self, node: int) -> End | None:
-        return None if self._begun() else self._kill(self.cluster.pid_of(node))
-
     def _begun(self) -> bool:
         """Whether the ranks of this attempt have all resumed."""
         return self.cluster.model.attempt == self.cluster.attempts - 1
@@ -190,14 +165,11 @@ class Injector:
         return end
 
     def _kill_replicator(self, node: int) -> End | None:
-        end = self._kill_helper(node, replicator.__name__)
+        end = self._kill(self._replicator(node))
         if end is not None:
             self.cluster.drain()
             self.cluster.model.end_replicator(node)
         return end
-
-    def _kill_helper(self, node: int, module: str) -> End | None:
-        return next((self._kill(pid) for pid in self.cluster.helpers_of(node, module)), None)
 
     def _terminate_agent(self, node: int) -> End | None:
         pid = self.cluster.agent_of(node)
@@ -231,20 +203,15 @@ class Injector:
 
         return go_on
 
-    def _stop_agent(self, node: int) -> End | None:
-        end = self._stop(self.cluster.agent_of(node), lambda: self.cluster.model.strengthen(node))
+    def _stop_weakening(self, node: int, pid: int | None) -> End | None:
+        """Stop an agent, or a replicator: that is killed if it stands still for long, and others do not wait for it."""
+        end = self._stop(pid, lambda: self.cluster.model.strengthen(node))
         if end is not None:
             self._weaken(node, lasting=True)
         return end
 
-    def _stop_replicator(self, node: int) -> End | None:
-        """It is killed if it stands still for long, and others do not wait for it then."""
-        for pid in self.cluster.helpers_of(node, replicator.__name__):
-            end = self._stop(pid, lambda: self.cluster.model.strengthen(node))
-            if end is not None:
-                self._weaken(node, lasting=True)
-                return end
-        return None
+    def _replicator(self, node: int) -> int | None:
+        return next(iter(self.cluster.helpers_of(node, replicator.__name__)), None)
 
     def _lose(self, nodes: list[int]) -> End | None:
         """Kill all processes of nodes at once; their shared memory goes with them."""
@@ -317,11 +284,11 @@ class Injector:
         return nothing
 
     def _damage_fragments(self, node: int) -> End | None:
-        for pid in self.cluster.helpers_of(node, replicator.__name__):
-            if damage(pid, _DAMAGED_EVERY):
-                self._weaken(node)
-                return nothing
-        return None
+        pid = self._replicator(node)
+        if pid is None or not damage(pid, _DAMAGED_EVERY):
+            return None
+        self._weaken(node)
+        return nothing
 
     def _garbage_to_agent(self, node: int) -> End | None:
         """A process of the same user connects, and sends what is no message."""
@@ -338,16 +305,17 @@ class Injector:
 
     def _garbage_to_replicator(self, node: int) -> End | None:
         """A stranger connects to the port for peers, and sends bytes."""
-        for pid in self.cluster.helpers_of(node, replicator.__name__):
-            for host, port in _listening(pid):
-                with self.cluster.there(node), socket.socket() as sock:
-                    sock.settimeout(5.0)
-                    with contextlib.suppress(OSError):  # it does not talk with strangers
-                        sock.connect((host, port))
-                        sock.sendall(self._chance.randbytes(self._chance.randrange(1, 4000)))
-                        select.select([sock], [], [], 0.05)
-                return nothing
-        return None
+        pid = self._replicator(node)
+        found = [] if pid is None else _listening(pid)
+        if not found:
+            return None
+        with self.cluster.there(node), socket.socket() as sock:
+            sock.settimeout(5.0)
+            with contextlib.suppress(OSError):  # it does not talk with strangers
+                sock.connect(found[0])
+                sock.sendall(self._chance.randbytes(self._chance.randrange(1, 4000)))
+                select.select([sock], [], [], 0.05)
+        return nothing
 
 
 def _listening(pid: int) -> list[tuple[str, int]]:

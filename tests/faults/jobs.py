@@ -35,18 +35,12 @@ _GRACE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Job:
-    """A training and its protection.
+    """A training and its protection."""
 
-    Attributes:
-        nodes: number of nodes, with one rank each; more than one have peers, of which one may be lost.
-        kind: "fsdp" (each node holds its own shards), "ddp" or, on one node, "plain".
-        every_steps: steps between two checkpoints in storage.
-    """
-
-    nodes: int = 3
-    kind: str = "fsdp"
+    nodes: int = 3  # number of nodes, with one rank each; more than one have peers, of which one may be lost
+    kind: str = "fsdp"  # "fsdp" (each node holds its own shards), "ddp" or, on one node, "plain"
     redo: RedoChoice = "lazy"
-    every_steps: int = 20
+    every_steps: int = 20  # steps between two checkpoints in storage
 
     @property
     def setup(self) -> Setup:
@@ -108,12 +102,9 @@ def faulty(
         network = None
         if job.nodes > 1 and netns.problem(as_root=True) is None:
             network = stack.enter_context(Network(job.nodes))
-        lab = Lab(directory)  # what exists already is not the job's
-        stack.callback(lab.close)
-        cluster = Cluster(
-            lab, job.setup, job.config(store), tolerated=job.tolerated, network=network, paced=paced, truth=truth
-        )
-        stack.callback(cluster.close)
+        lab = stack.enter_context(contextlib.closing(Lab(directory)))  # what exists already is not the job's
+        settings = {"tolerated": job.tolerated, "network": network, "paced": paced, "truth": truth}
+        cluster = stack.enter_context(contextlib.closing(Cluster(lab, job.setup, job.config(store), **settings)))
         injector = Injector(cluster, store, switch, chance)
         stack.callback(injector.end_all)
         yield cluster, injector

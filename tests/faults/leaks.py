@@ -19,14 +19,7 @@ _EXPECTED = re.compile(r"run\.json|journal.*|agent-node\d+\.(log|json|journal|js
 
 @dataclass(frozen=True)
 class Holdings:
-    """What the agents of a job and their helpers hold, in sum.
-
-    Attributes:
-        processes: number of processes.
-        descriptors: number of open descriptors; `sockets` are those of sockets.
-        memory_bytes: size of all shared memory that they hold, each region once.
-        resident_bytes: their private resident memory.
-    """
+    """What the agents of a job and their helpers hold, in sum; of shared memory each region counts once."""
 
     processes: int
     descriptors: int
@@ -36,18 +29,15 @@ class Holdings:
 
 
 def holdings(cluster: Cluster) -> Holdings:
-    """What is held now."""
     agents = [pid for node in cluster.nodes if (pid := cluster.agent_of(node)) is not None]
     helpers = [pid for node in cluster.nodes for pid in cluster.helpers_of(node, "memckpt.")]
     pids = [*agents, *helpers]
-    targets = [target for pid in pids for target in _descriptors(pid)]
-    regions: dict[int, int] = {}
-    for pid in pids:
-        regions |= _regions(pid)
+    found = [each for pid in pids for each in _descriptors(pid)]
+    regions = {stat.st_ino: stat.st_blocks * 512 for target, stat in found if "memfd:memckpt" in target}
     return Holdings(
         processes=len(pids),
-        descriptors=len(targets),
-        sockets=sum(target.startswith("socket:") for target in targets),
+        descriptors=len(found),
+        sockets=sum(target.startswith("socket:") for target, _ in found),
         memory_bytes=sum(regions.values()),
         resident_bytes=sum(_private(pid) for pid in pids),
     )
@@ -55,7 +45,7 @@ def holdings(cluster: Cluster) -> Holdings:
 
 def own_descriptors() -> list[str]:
     """What this process has open."""
-    return sorted(_descriptors(os.getpid()))
+    return sorted(target for target, _ in _descriptors(os.getpid()))
 
 
 def strange_files(cluster: Cluster, store: Path) -> list[str]:
@@ -67,24 +57,13 @@ def strange_files(cluster: Cluster, store: Path) -> list[str]:
     return sorted(partial) + sorted(others)
 
 
-def _descriptors(pid: int) -> list[str]:
+def _descriptors(pid: int) -> list[tuple[str, os.stat_result]]:
+    """What a process has open, and what it is."""
     found = []
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for fd in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):
-                found.append(os.readlink(fd))
-    return found
-
-
-def _regions(pid: int) -> dict[int, int]:
-    """Size by inode of the memory files that a process holds."""
-    found = {}
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        for fd in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                if "memfd:memckpt" in os.readlink(fd):
-                    stat = fd.stat()
-                    found[stat.st_ino] = stat.st_blocks * 512
+                found.append((os.readlink(fd), fd.stat()))
     return found
 
 

@@ -15,16 +15,12 @@ _HEARD_STEPS = 3
 
 @dataclass
 class Truth:
-    """Losses and digests by rank and step, which all attempts share.
+    """Losses and digests by rank and step, which all attempts share."""
 
-    Attributes:
-        known: by rank, step and kind ("loss" or "digest") the value: that of the undisturbed training, or the one first
-            seen, which :meth:`confirm` compares with it at the end.
-        checked: number of comparisons.
-    """
-
+    #: By rank, step and kind ("loss" or "digest") the value: that of the undisturbed training, or the one first seen,
+    #: which :meth:`confirm` compares with it at the end.
     known: dict[tuple[int, int, str], str] = field(default_factory=dict)
-    checked: int = 0
+    checked: int = 0  # number of comparisons
 
     def see(self, rank: int, step: int, **values: str) -> None:
         """Compare values of a step with what is known of it."""
@@ -42,34 +38,24 @@ class Truth:
 
 @dataclass
 class Model:
-    """What is committed, acknowledged and stored, and whose memory may be incomplete.
+    """What is committed, acknowledged and stored, and whose memory may be incomplete."""
 
-    Attributes:
-        ranks: number of ranks, each on its own node.
-        tolerated: number of nodes whose loss peers make up for; 0 without peers.
-        committed: newest committed step of each rank.
-        reached: newest step that all ranks have committed, in any attempt.
-        acknowledged: newest step that some rank knew to be with all peers.
-        stored: by rank, the steps of which its own agent has said that it has written them.
-        weak: nodes whose memory may lack something since all was protected; by node, the step from which on the ranks'
-            word that all is protected counts; None while the fault lasts.
-        apart: nodes that others cannot reach.
-        strayed: whether a rank has got so far, where nobody waits for peers, that memory cannot go back to what they
-            have. Until all is protected again only memory itself and storage count (docs/guarantees.md, "With peers").
-        in_flight: records by which training may be ahead of peers (D).
-    """
-
-    ranks: int
-    tolerated: int
+    ranks: int  # number of ranks, each on its own node
+    tolerated: int  # number of nodes whose loss peers make up for; 0 without peers
     truth: Truth = field(default_factory=Truth)
-    committed: dict[int, int] = field(default_factory=dict)
-    reached: int = 0
-    acknowledged: int = 0
+    committed: dict[int, int] = field(default_factory=dict)  # newest committed step of each rank
+    reached: int = 0  # newest step that all ranks have committed, in any attempt
+    acknowledged: int = 0  # newest step that some rank knew to be with all peers
+    #: By rank, the steps of which its own agent has said that it has written them.
     stored: dict[int, set[int]] = field(default_factory=dict)
+    #: Nodes whose memory may lack something since all was protected; by node, the step from which on the ranks' word
+    #: that all is protected counts; None while the fault lasts.
     weak: dict[int, int | None] = field(default_factory=dict)
-    apart: set[int] = field(default_factory=set)
+    apart: set[int] = field(default_factory=set)  # nodes that others cannot reach
+    #: Whether a rank has got so far, where nobody waits for peers, that memory cannot go back to what they have. Until
+    #: all is protected again only memory itself and storage count (docs/guarantees.md, "With peers").
     strayed: bool = False
-    in_flight: int = DEFAULT_SLOTS
+    in_flight: int = DEFAULT_SLOTS  # records by which training may be ahead of peers (D)
     #: Agents that were told to end, by node: they answer their ranks until they do.
     _ending: dict[int, int] = field(default_factory=dict)
     #: Nodes whose replicators have died, where the rank has not said yet that it knows.
@@ -151,11 +137,7 @@ class Model:
     # Notes of the ranks
 
     def hear(self, note: Mapping[str, Any]) -> None:
-        """Take a rank's note, and check it.
-
-        Raises:
-            AssertionError: it breaks a promise.
-        """
+        """Take a rank's note, and check that it breaks no promise."""
         rank = note["rank"]
         if note["event"] == "began":
             self._begin(rank, note)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import hashlib
 import json
+import marshal
 import mmap
 import os
 import select
@@ -49,29 +50,20 @@ class Finish:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What the ranks of one attempt are given.
-
-    Attributes:
-        number: number of the attempt, which launchers count.
-        seed: of its weights and generators; those of the undisturbed training have 0. If a state is owed, it is another
-            one: what is not restored shows.
-        store: file by which the ranks find each other.
-        config: None trains without memckpt: the undisturbed training.
-        notes: descriptors of pipes for notes, by rank.
-        permits: semaphores (eventfd), by rank; None: a rank never waits.
-        network: where the nodes' agents are; ranks share the loopback.
-    """
+    """What the ranks of one attempt are given."""
 
     setup: Setup
-    number: int
+    number: int  # number of the attempt, which launchers count
+    #: Of its weights and generators; those of the undisturbed training have 0. If a state is owed, it is another one:
+    #: what is not restored shows.
     seed: int
-    store: Path
+    store: Path  # file by which the ranks find each other
     run_dir: Path
-    config: MemckptConfig | None
-    notes: tuple[int, ...]
-    permits: tuple[int, ...] | None
+    config: MemckptConfig | None  # None trains without memckpt: the undisturbed training
+    notes: tuple[int, ...]  # descriptors of pipes for notes, by rank
+    permits: tuple[int, ...] | None  # semaphores (eventfd), by rank; None: a rank never waits
     finish: Finish
-    network: Network | None = None
+    network: Network | None = None  # where the nodes' agents are; ranks share the loopback
 
     def config_of(self, rank: int) -> MemckptConfig | None:
         """The settings of a rank's node: on a network its own address, at which others find it after a restart."""
@@ -81,12 +73,9 @@ class Attempt:
         return replace(self.config, peers=peers)
 
 
-def train(attempt: Attempt, rank: int) -> None:
-    """The body of a rank; never returns."""
-    _Rank(attempt, rank).train()
+class Rank:
+    """One rank of an attempt."""
 
-
-class _Rank:
     def __init__(self, attempt: Attempt, rank: int) -> None:
         self.attempt, self.rank = attempt, rank
         self.session: memckpt.Session | None = None
@@ -96,7 +85,8 @@ class _Rank:
         os.environ[NODE_VARIABLE] = f"node{self.rank}"
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt.number)
         self._watch()
-        self._join()
+        if attempt.setup.world_size > 1:
+            join(self.rank, attempt.setup.world_size, attempt.store, _GROUP_SECONDS)
         _start_agents_on(attempt.network, self.rank)
         self.training = Distributed(attempt.setup, lambda place: None, seed=attempt.seed)
         step = self._begin()
@@ -107,7 +97,8 @@ class _Rank:
             loss = self.training.step(step - 1)
             if self.session is not None:
                 assert self.session.commit(step)
-            self._note_step(step, loss)
+            facts = {} if self.session is None else self._protection()
+            self._note("step", step=step, loss=loss, digest=digest(self.training.local_state()), **facts)
         if self.session is not None:
             self.session.close()
         self._note("finished", step=step, digest=digest(self.training.local_state()))
@@ -116,11 +107,6 @@ class _Rank:
 
     def _watch(self) -> None:
         faulthandler.dump_traceback_later(HANG_SECONDS, exit=True, file=sys.stderr)
-
-    def _join(self) -> None:
-        if self.attempt.setup.world_size == 1:
-            return
-        join(self.rank, self.attempt.setup.world_size, self.attempt.store, _GROUP_SECONDS)
 
     def _begin(self) -> int:
         attempt = self.attempt
@@ -138,11 +124,9 @@ class _Rank:
             self._note("refused", number=attempt.number, reason=str(error))
             raise
         state = digest(self.training.local_state())
-        if report is None:
-            self._note("began", step=0, tier="nothing", exact=True, digest=state, number=attempt.number)
-            return 0
-        self._note("began", step=report.step, tier=report.tier, exact=report.exact, digest=state, number=attempt.number)
-        return report.step
+        step, tier, exact = (0, "nothing", True) if report is None else (report.step, report.tier, report.exact)
+        self._note("began", step=step, tier=tier, exact=exact, digest=state, number=attempt.number)
+        return step
 
     def _await_permit(self) -> None:
         """Wait for the next step's permit, and hear meanwhile what the agent says, as a step without pauses would."""
@@ -161,10 +145,6 @@ class _Rank:
             except AgentGoneError:
                 select.select([permit], [], [])  # the next commit finds out, as it always does
             self._note("heard", **self._protection())
-
-    def _note_step(self, step: int, loss: str) -> None:
-        facts = {} if self.session is None else self._protection()
-        self._note("step", step=step, loss=loss, digest=digest(self.training.local_state()), **facts)
 
     def _protection(self) -> dict[str, Any]:
         """What this rank has been told; records are counted as steps."""
@@ -200,23 +180,5 @@ def _start_agents_on(network: Network | None, rank: int) -> None:
 
 def digest(state: Any) -> str:
     """A digest of a frozen state: equal if and only if all bits, types, shapes and orders of keys are."""
-    hashed = hashlib.blake2b(digest_size=16)
-    _feed(hashed, state)
-    return hashed.hexdigest()
-
-
-def _feed(hashed: Any, value: Any) -> None:
-    if isinstance(value, dict):
-        hashed.update(b"{%d" % len(value))
-        for key, item in value.items():
-            _feed(hashed, key)
-            _feed(hashed, item)
-    elif isinstance(value, (list, tuple)):
-        hashed.update(b"[%d" % len(value))
-        for item in value:
-            _feed(hashed, item)
-    elif isinstance(value, bytes):
-        hashed.update(b"b%d:" % len(value))
-        hashed.update(value)
-    else:
-        hashed.update(repr(value).encode() + b";")
+    plain = marshal.dumps(state, 2)  # later versions name a value that occurs twice, depending on its references
+    return hashlib.blake2b(plain, digest_size=16).hexdigest()
