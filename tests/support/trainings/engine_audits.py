@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from memckpt.capture import watch
@@ -15,6 +14,7 @@ from memckpt.processes.control import ask_status
 from memckpt.protocol.status import AuditStatus
 from tests.support.cluster.waiting import until
 from tests.support.trainings.engine_child import Control
+from tests.support.trainings.engine_optimizers import Own
 from tests.support.trainings.engine_training import Training
 
 
@@ -30,6 +30,9 @@ class Clock:
         self.steps = 0
         self.phase: Callable[[int], bool] = lambda steps: False
 
+    def tick(self, *_: object) -> None:
+        self.steps += 1
+
     def state_dict(self) -> dict[str, int]:
         return {"steps": self.steps}
 
@@ -40,18 +43,11 @@ class Clock:
 CLOCK = Clock()
 
 
-class Phased(Optimizer):
+class Phased(Own):
     """Steps half as far while the clock says so."""
 
-    def __init__(self, params: Iterable[Any]) -> None:
-        super().__init__(params, {"lr": 0.05})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.sub_(param.grad, alpha=group["lr"] * (0.5 if CLOCK.phase(CLOCK.steps) else 1.0))
+    def step_one(self, param: Any, group: dict[str, Any]) -> None:
+        param.sub_(param.grad, alpha=group["lr"] * (0.5 if CLOCK.phase(CLOCK.steps) else 1.0))
 
 
 class PhasedTraining(Training):
@@ -59,13 +55,8 @@ class PhasedTraining(Training):
 
     def __init__(self, phase: Callable[[int], bool]) -> None:
         CLOCK.phase = phase
-        super().__init__()
+        super().__init__(behind=CLOCK.tick)
         self.registered["clock"] = CLOCK
-
-    def batch(self, step: int) -> float:
-        loss = super().batch(step)
-        CLOCK.steps += 1
-        return loss
 
 
 class HiddenWrite(Training):
@@ -98,11 +89,8 @@ def phased_in_trainers(run_dir: Path | None) -> Callable[[Any], Optimizer]:
             status = ask_status(AgentAddress.of(run_dir)) if run_dir is not None and CLOCK.steps > 4 else None
             return status is None or status.mode == "snapshot" or _has_caught_up(status.audit)
 
-        def wait(*_: object) -> None:
-            CLOCK.steps += 1
-            until(near)
-
-        optimizer.register_step_post_hook(wait)
+        optimizer.register_step_post_hook(CLOCK.tick)
+        optimizer.register_step_post_hook(lambda *_: until(near))
         return optimizer
 
     return make

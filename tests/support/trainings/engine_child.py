@@ -27,7 +27,7 @@ from tests.support.trainings.resume_history import commit, note_resume
 
 REFERENCE_SEED = 1
 #: Longest wait for a message of the agent, in seconds: on a busy machine a writer's imports take long.
-MESSAGE_SECONDS = 45
+MESSAGE_SECONDS = 55
 
 Action = Callable[["Control"], None]
 Actions = Mapping[tuple[str, int], Action]
@@ -115,28 +115,18 @@ def listen_until(session: memckpt.Session, condition: Callable[[], bool], otherw
 
 @dataclass(frozen=True)
 class Attempt:
-    """Parameters of one training child.
-
-    Attributes:
-        run_dir: identifies the run.
-        report: directory for journal and outcome.
-        config: configuration; None trains without memckpt.
-        actions: actions by (point, step).
-        prepare: called before anything else, to patch code for a test.
-        last_step: last step of this attempt; None trains to the case's end and finishes the run.
-        device: device for all tensors.
-    """
+    """Parameters of one training child."""
 
     case: Case
-    run_dir: Path
-    report: Path
-    config: MemckptConfig | None
+    run_dir: Path  # identifies the run
+    report: Path  # directory for journal and outcome
+    config: MemckptConfig | None  # configuration; None trains without memckpt
     seed: int = REFERENCE_SEED
     resume: Any = "auto"
-    actions: Actions = field(default_factory=dict)
-    prepare: Callable[[Control], None] | None = None
-    last_step: int | None = None
-    device: str = "cpu"
+    actions: Actions = field(default_factory=dict)  # actions by (point, step)
+    prepare: Callable[[Control], None] | None = None  # called before anything else, to patch code for a test
+    last_step: int | None = None  # last step of this attempt; None trains to the case's end and finishes the run
+    device: str = "cpu"  # device for all tensors
 
 
 def seed_everything(seed: int) -> None:
@@ -171,18 +161,15 @@ def train(attempt: Attempt) -> None:
     training.at = control.at
     session, first = None, 0
     if attempt.config is not None:
+        where: dict[str, Any] = {"run_dir": attempt.run_dir, "resume": attempt.resume, "config": attempt.config}
         session = control.session = memckpt.attach(
-            training.model,
-            training.optimizers,
-            run_dir=attempt.run_dir,
-            resume=attempt.resume,
-            config=attempt.config,
-            extra_modules=training.extra_modules,
+            training.model, training.optimizers, extra_modules=training.extra_modules, **where
         )
         first = _begin(session, control, training)
     training.begin(first)
     last = attempt.last_step or case.steps
     for control.step in range(first + 1, last + 1):
+        training.number = control.step
         control.at("before batch")
         loss = training.batch(control.step)
         control.journal.note("loss", step=control.step, value=loss.hex())

@@ -81,11 +81,7 @@ class Child:
         self._code: int | None = None
 
     def wait(self, limit: float = processes.CHILD_SECONDS + 10) -> int:
-        """Its exit code, negative for a signal.
-
-        Raises:
-            TimeoutError: it is still alive.
-        """
+        """Its exit code, negative for a signal; raises TimeoutError if it is still alive."""
         if self._code is None:
             if not select.select([self._handle], [], [], limit)[0]:
                 raise TimeoutError(f"pid {self.pid} lives on; its log: {self.log.read_text()[-2000:]}")
@@ -97,6 +93,7 @@ class Child:
         return self._code is None and not select.select([self._handle], [], [], 0)[0]
 
 
+Kills, Steps = list[tuple[str, int]], list[int | None]
 _references: dict[tuple[str, str], Ended] = {}
 
 
@@ -178,14 +175,9 @@ class Lab:
     def train(
         self, case: Case, settings: MemckptConfig | None, *, unchecked: Sequence[str] | None = (), **arguments: Any
     ) -> Ended:
-        """Train in a child, to its end or to its planned death.
+        """Train in a child, to its end or to its planned death; a resume must prove itself.
 
-        Args:
-            unchecked: reasons, or parts of them, for which the check of a resume may say *none*; None: the test checks
-                the verdict.
-
-        Raises:
-            AssertionError: the child ended in another way than planned, or its resume was not proved.
+        `unchecked`: parts of reasons for which the check of a resume may say *none*; None: the test checks the verdict.
         """
         child, report = self.begin(case, settings, **arguments)
         ended = collect(child, report)
@@ -228,21 +220,11 @@ class Lab:
         return ended
 
     def survives(
-        self,
-        case: Case,
-        settings: MemckptConfig,
-        kills: list[tuple[str, int]],
-        *,
-        expected: list[int | None] | None = None,
-        unchecked: Sequence[str] | None = (),
-        **arguments: Any,
+        self, case: Case, settings: MemckptConfig, kills: Kills, *, expected: Steps | None = None, **arguments: Any
     ) -> list[Ended]:
-        """Kill a training at each of `kills` in turn, resume it each time, and compare.
+        """Kill a training at each of `kills` (point, step) in turn, resume it each time, and compare.
 
-        Args:
-            kills: (point, step) of each kill; one attempt each.
-            expected: step that the attempt after each kill resumes from; None: the last committed one.
-            unchecked: as for :meth:`train`.
+        `expected`: step that the attempt after each kill resumes from; None: the last committed one.
         """
         if expected is None:
             expected = [step if point == "after commit" else step - 1 for point, step in kills]
@@ -252,7 +234,7 @@ class Lab:
             actions = {kill: kill_self} if kill is not None else {}
             # Another seed than the reference's: state that is not restored shows.
             seed = REFERENCE_SEED if not comes_from else 1000 + number
-            ended = self.train(case, settings, seed=seed, actions=actions, unchecked=unchecked, **arguments)
+            ended = self.train(case, settings, seed=seed, actions=actions, **arguments)
             assert ended.restored_step == (comes_from or None), f"attempt {number}:\n{ended.log[-3000:]}"
             assert len(ended.of("killed")) == (kill is not None)
             attempts.append(ended)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tests.support.trainings.engine_training import CLASSES, INPUTS, MakeOptimizer, Training, case_of
+from tests.support.trainings.engine_training import CLASSES, INPUTS, Case, MakeOptimizer, Training, case_of
 
 
 class Own(Optimizer):
@@ -202,13 +202,10 @@ class Inner(Plain):
 # Trainings
 
 
-class Muon(Training):
+def muon(params: list[nn.Parameter]) -> list[Optimizer]:
     """Muon for matrices, AdamW for the rest: two optimizers that step one after the other."""
-
-    def make_optimizers(self) -> list[Optimizer]:
-        matrices = [p for p in self.model.parameters() if p.ndim == 2]
-        rest = [p for p in self.model.parameters() if p.ndim != 2]
-        return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
+    matrices, rest = [p for p in params if p.ndim == 2], [p for p in params if p.ndim != 2]
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
 
 
 class SparseEmbedding(Training):
@@ -243,18 +240,16 @@ class SparseOrDense(SparseEmbedding):
         return super().loss(step)
 
 
-class Quasi(Training):
+def quasi(name: str, line_search: str | None) -> Case:
     """LBFGS: the loss is evaluated several times within a step."""
 
-    line_search: str | None = None
-    closure = True
-
-    def make_model(self) -> nn.Module:
+    def net() -> nn.Module:
         return nn.Sequential(nn.Linear(INPUTS, 64), nn.Tanh(), nn.Linear(64, CLASSES))
 
-    def make_optimizers(self) -> list[Optimizer]:
-        settings: dict[str, Any] = {"lr": 0.1, "max_iter": 4, "history_size": 5, "line_search_fn": self.line_search}
-        return [torch.optim.LBFGS(self.model.parameters(), **settings)]
+    def make(params: Any) -> Optimizer:
+        return torch.optim.LBFGS(params, lr=0.1, max_iter=4, history_size=5, line_search_fn=line_search)
+
+    return case_of(name, net=net, make=make, closure=True, steps=12)
 
 
 class Unfreezing(Training):
@@ -319,7 +314,7 @@ def _torch_optimizers() -> Iterator[tuple[str, MakeOptimizer]]:
 
 
 OPTIMIZER_CASES = [case_of(name, make=make) for name, make in _torch_optimizers()]
-OPTIMIZER_CASES += [case_of("muon", Muon), case_of("sparse-or-dense", SparseOrDense)]
+OPTIMIZER_CASES += [case_of("muon", make=muon), case_of("sparse-or-dense", SparseOrDense)]
 OPTIMIZER_CASES += [
     case_of(each, SparseEmbedding, kind=each) for each in ("sparse-adam", "sparse-adagrad", "sparse-sgd")
 ]
@@ -333,5 +328,5 @@ HIDDEN_CASES = [
     case_of("on-parameters", make=OnParameters),
     case_of("inner", make=Inner),
 ]
-QUASI_CASES = [case_of("lbfgs", Quasi, steps=12), case_of("lbfgs-wolfe", Quasi, steps=12, line_search="strong_wolfe")]
+QUASI_CASES = [quasi("lbfgs", None), quasi("lbfgs-wolfe", "strong_wolfe")]
 UNFREEZING = case_of("unfreezing", Unfreezing)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
+from torch.optim import lr_scheduler as schedules
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.support.trainings.engine_training import CLASSES, INPUTS, STEPS, Case, Training, case_of
@@ -16,46 +17,21 @@ from tests.support.trainings.engine_training import CLASSES, INPUTS, STEPS, Case
 # Groups and learning rates
 
 
-class Groups(Training):
-    """Two groups with their own learning rates, changed by a schedule and by hand."""
-
-    make = staticmethod(
-        lambda params: torch.optim.AdamW(
-            [{"params": params[:2], "lr": 0.02, "weight_decay": 0.1}, {"params": params[2:], "lr": 0.01}]
-        )
-    )
-
-    def make_schedulers(self) -> list[Any]:
-        return [torch.optim.lr_scheduler.LambdaLR(self.optimizers[0], [lambda n: 0.95**n, lambda n: 1 / (1 + n)])]
-
-    def change_gradients(self, step: int) -> None:
-        if step == 12:
-            self.optimizers[0].param_groups[0]["weight_decay"] = 0.3
+def two_groups(params: list[nn.Parameter]) -> Optimizer:
+    groups = [{"params": params[:2], "lr": 0.02, "weight_decay": 0.1}, {"params": params[2:], "lr": 0.01}]
+    return torch.optim.AdamW(groups)
 
 
-class TensorRate(Training):
-    """A learning rate that is a tensor, changed in place."""
-
-    make = staticmethod(lambda params: torch.optim.Adam(params, lr=torch.tensor(0.02), foreach=False))
-
-    def make_schedulers(self) -> list[Any]:
-        return [torch.optim.lr_scheduler.ExponentialLR(self.optimizers[0], 0.9)]
-
-
-class OneCycle(Training):
-    """The schedule changes momentum together with the learning rate."""
-
-    def make_schedulers(self) -> list[Any]:
-        return [torch.optim.lr_scheduler.OneCycleLR(self.optimizers[0], max_lr=0.05, total_steps=STEPS + 1)]
+def decay_more(training: Training, step: int) -> None:
+    if step == 12:
+        training.optimizers[0].param_groups[0]["weight_decay"] = 0.3
 
 
 class AddedGroup(Training):
     """The first layer joins the optimizer at step 8."""
 
     scheduled = False
-
-    def make_optimizers(self) -> list[Optimizer]:
-        return [torch.optim.AdamW(self.model[4].parameters(), lr=1e-2)]
+    make = staticmethod(lambda params: torch.optim.AdamW(params[4:], lr=1e-2))
 
     def batch(self, step: int) -> float:
         if step == 8:
@@ -81,23 +57,10 @@ class Unfrozen(Training):
 # Parameters and buffers
 
 
-class TiedNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(260, 32)
-        self.middle = nn.Linear(32, 32)
-        self.decode = nn.Linear(32, 260, bias=False)
-        self.decode.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.decode(torch.relu(self.middle(self.embed(x))))
-
-
-class Tied(Training):
-    net = TiedNet
-
-    def inputs(self) -> tuple[Tensor, Tensor]:
-        return torch.randint(0, 260, (32,)), torch.randint(0, 260, (32,))
+def tied_net() -> nn.Module:
+    embed, decode = nn.Embedding(260, 32), nn.Linear(32, 260, bias=False)
+    decode.weight = embed.weight
+    return nn.Sequential(embed, nn.Linear(32, 32), nn.ReLU(), decode)
 
 
 class BranchNet(nn.Module):
@@ -116,26 +79,15 @@ class BranchNet(nn.Module):
         return self.head(x)
 
 
-class Unused(Training):
+def use_branch(training: Training, step: int) -> None:
     """Some parameters have a gradient only in every third batch, some never."""
-
-    net = BranchNet
-
-    def loss(self, step: int) -> Tensor:
-        self.model.use_extra = step % 3 == 2
-        return super().loss(step)
+    training.model.use_extra = step % 3 == 2
 
 
 class ChannelsLast(Training):
     def make_model(self) -> nn.Module:
-        model = nn.Sequential(
-            nn.Conv2d(3, 48, 3),
-            nn.BatchNorm2d(48),
-            nn.ReLU(),
-            nn.Conv2d(48, 24, 3),
-            nn.Flatten(),
-            nn.Linear(384, CLASSES),
-        )
+        first, second = nn.Conv2d(3, 48, 3), nn.Conv2d(48, 24, 3)
+        model = nn.Sequential(first, nn.BatchNorm2d(48), nn.ReLU(), second, nn.Flatten(), nn.Linear(384, CLASSES))
         return model.to(memory_format=torch.channels_last)
 
     def inputs(self) -> tuple[Tensor, Tensor]:
@@ -179,27 +131,17 @@ class BufferNet(nn.Module):
         return self.last(self.linear(x - self.hidden) * self.large[:CLASSES] * self.replaced)
 
 
-class Buffers(Training):
-    """Buffers of all kinds; the large one changes at steps 10 and 15, the second time unseen by autograd."""
-
-    net = BufferNet
-
-    def batch(self, step: int) -> float:
-        if step == 10:
-            self.model.large.add_(1.0)
-        if step == 15:
-            self.model.large.mul_(0.5)
-        return super().batch(step)
+def change_buffer(training: Training, step: int) -> None:
+    """Change the large one, the second time unseen by autograd."""
+    if step == 10:
+        training.model.large.add_(1.0)
+    if step == 15:
+        training.model.large.mul_(0.5)
 
 
-class ReplacedBuffer(Training):
-    """A buffer that is replaced at every step, as running statistics often are."""
-
-    net = BufferNet
-
-    def batch(self, step: int) -> float:
-        self.model.replaced = self.model.replaced * 0.95 + 0.1
-        return super().batch(step)
+def replace_buffer(training: Training, step: int) -> None:
+    """Replace one at every step, as running statistics often are."""
+    training.model.replaced = training.model.replaced * 0.95 + 0.1
 
 
 class MovingAverage(Training):
@@ -217,14 +159,11 @@ class MovingAverage(Training):
 
 
 class MomentumEncoder(Training):
-    """A frozen copy of the model that follows it, unseen by the version counters.
+    """A frozen copy of the model that follows it, unseen by the version counters."""
 
-    Attributes:
-        how: "data" writes through ``.data``, "assign" replaces the tensor.
-        since: the first step after which it follows.
-    """
-
-    how, since = "data", 1
+    how = "data"  # writes through ``.data``; "assign" replaces the tensor
+    since = 1  # the first step after which it follows
+    make = staticmethod(lambda params: torch.optim.AdamW(params[:4], lr=1e-2))
 
     def make_model(self) -> nn.Module:
         query = nn.Sequential(nn.Linear(INPUTS, 256), nn.ReLU(), nn.Linear(256, CLASSES))
@@ -233,9 +172,6 @@ class MomentumEncoder(Training):
 
     def watch_points(self) -> None:
         pass
-
-    def make_optimizers(self) -> list[Optimizer]:
-        return [torch.optim.AdamW(self.model["query"].parameters(), lr=1e-2)]
 
     def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
         out = self.model["query"](x)
@@ -343,27 +279,20 @@ class CacheNet(nn.Module):
         self.register_buffer("small", torch.zeros(CLASSES), persistent=False)
         self.register_buffer("large", torch.zeros(20_000), persistent=False)
         self.register_buffer("unused", torch.zeros(20_000), persistent=False)
+        with torch.inference_mode():
+            self.unused = torch.ones(20_000)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.linear(x) + self.small.clone() + self.large[:CLASSES].clone())
 
 
-class InferenceTensors(Training):
-    """Buffers are inference tensors: one at the start, the others from the evaluation after step 6 on."""
-
-    def make_model(self) -> nn.Module:
-        model = CacheNet()
+def evaluate(training: Training, step: int) -> None:
+    """Make inference tensors of all buffers: one of them is one from the start."""
+    if step == 6:
         with torch.inference_mode():
-            model.unused = torch.ones(20_000)
-        return model
-
-    def batch(self, step: int) -> float:
-        if step == 6:
-            with torch.inference_mode():
-                self.model.small = torch.arange(CLASSES) * 0.1
-                self.model.large = torch.arange(20_000) * 0.001
-                self.model.unused.add_(1.0)
-        return super().batch(step)
+            training.model.small = torch.arange(CLASSES) * 0.1
+            training.model.large = torch.arange(20_000) * 0.001
+            training.model.unused.add_(1.0)
 
 
 class DoubleComplexNet(nn.Module):
@@ -385,19 +314,33 @@ def fused(params: list[nn.Parameter]) -> Optimizer:
     return torch.optim.AdamW(params, lr=1e-2, fused=True)
 
 
+def tensor_rate(params: list[nn.Parameter]) -> Optimizer:
+    """A learning rate that a schedule changes in place."""
+    return torch.optim.Adam(params, lr=torch.tensor(0.02), foreach=False)
+
+
+def of_tokens() -> tuple[Tensor, Tensor]:
+    return torch.randint(0, 260, (32,)), torch.randint(0, 260, (32,))
+
+
+def by_groups(optimizer: Optimizer) -> Any:
+    return schedules.LambdaLR(optimizer, [lambda n: 0.95**n, lambda n: 1 / (1 + n)])
+
+
 SHAPES_OF_STATE = [
-    case_of("groups", Groups),
-    case_of("tensor-rate", TensorRate),
-    case_of("one-cycle", OneCycle),
+    case_of("groups", make=two_groups, schedule=by_groups, change=decay_more),
+    case_of("tensor-rate", make=tensor_rate, schedule=lambda optimizer: schedules.ExponentialLR(optimizer, 0.9)),
+    # It changes momentum, too.
+    case_of("one-cycle", schedule=lambda optimizer: schedules.OneCycleLR(optimizer, 0.05, total_steps=STEPS + 1)),
     case_of("added-group", AddedGroup),
     case_of("unfrozen", Unfrozen),
-    case_of("tied", Tied),
-    case_of("unused", Unused),
+    case_of("tied", net=tied_net, inputs=of_tokens),
+    case_of("unused", net=BranchNet, before=use_branch),
     case_of("channels-last", ChannelsLast),
     case_of("channels-last-fused", ChannelsLast, make=fused),
     case_of("odd", net=OddNet),
-    case_of("buffers", Buffers),
-    case_of("replaced-buffer", ReplacedBuffer),
+    case_of("buffers", net=BufferNet, before=change_buffer),
+    case_of("replaced-buffer", net=BufferNet, before=replace_buffer),
     case_of("moving-average", MovingAverage),
 ]
 MOMENTUM_ENCODER_CASES = [
@@ -409,7 +352,7 @@ MOMENTUM_ENCODER_CASES = [
 COMPILED = case_of("compiled", Compiled, steps=12)
 COMPILED_STEP = case_of("compiled-step", CompiledStep, steps=12)
 COMPILED_LATER = case_of("compiled-later", CompiledStep, steps=12, since=5)
-INFERENCE_TENSORS = case_of("inference-tensors", InferenceTensors)
+INFERENCE_TENSORS = case_of("inference-tensors", net=CacheNet, before=evaluate)
 DOUBLE_COMPLEX = case_of("double-complex", net=DoubleComplexNet)
 
 

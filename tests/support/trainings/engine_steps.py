@@ -89,14 +89,10 @@ class KeptGradients(Adversarial):
 
 
 class Recycled(Adversarial):
-    """A generator's backward leaves gradients on the critic; they are discarded, except in one batch, which uses them.
+    """A generator's backward leaves gradients on the critic; they are discarded, but in one batch, which uses them."""
 
-    Attributes:
-        how: way of discarding: "none" and "zero" by ``zero_grad``, "by hand" without.
-        used_at: the batch that uses them; 0 for none.
-    """
-
-    how, used_at = "none", 0
+    how = "none"  # discarded by ``zero_grad``, as with "zero"; "by hand" without
+    used_at = 0  # the batch that uses them; 0 for none
 
     def batch(self, step: int) -> float:
         if step != self.used_at and self.how == "by hand":
@@ -128,13 +124,8 @@ class Interrupted(Training):
         raise MemoryError("on the device")
 
 
-class ZeroedInPlace(Training):
-    """Gradients are zeroed in place right after the step, before the batch is committed."""
-
-    def batch(self, step: int) -> float:
-        loss = super().batch(step)
-        self.zero(to_none=False)
-        return loss
+def zero_in_place(training: Training, step: int) -> None:
+    training.zero(to_none=False)
 
 
 class StepInBackward(Training):
@@ -163,27 +154,22 @@ class StepInBackward(Training):
 class Alternating(Training):
     """Two optimizers step the same parameters in turns."""
 
-    def make_optimizers(self) -> list[Optimizer]:
-        parameters = list(self.model.parameters())
-        return [torch.optim.SGD(parameters, lr=0.05, momentum=0.9), torch.optim.Adam(parameters, lr=0.005)]
+    make = staticmethod(lambda params: [SGD(params, lr=0.05, momentum=0.9), torch.optim.Adam(params, lr=0.005)])
 
     def stepping(self, step: int) -> Sequence[Optimizer]:
         return [self.optimizers[step % 2]]
 
 
-class Projection(Training):
+def projecting(params: list[nn.Parameter]) -> Optimizer:
     """A user's hook on the optimizer normalizes rows of weights after every step."""
 
-    def make_optimizers(self) -> list[Optimizer]:
-        (optimizer,) = super().make_optimizers()
+    @torch.no_grad()
+    def project(*_: Any) -> None:
+        params[0].div_(params[0].norm(dim=1, keepdim=True).clamp(min=0.5))
 
-        @torch.no_grad()
-        def project(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            weight = self.model[0].weight
-            weight.div_(weight.norm(dim=1, keepdim=True).clamp(min=0.5))
-
-        optimizer.register_step_post_hook(project)
-        return [optimizer]
+    optimizer = torch.optim.AdamW(params, lr=1e-2)
+    optimizer.register_step_post_hook(project)
+    return optimizer
 
 
 class GradientPenalty(Training):
@@ -218,22 +204,13 @@ class AnnouncedAccumulation(Accumulation):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self._step = 0
-        self.accumulates = lambda: self.lies or self._step % 3 > 0
-
-    def batch(self, step: int) -> float:
-        self._step = step
-        return super().batch(step)
+        self.accumulates = lambda: self.lies or self.number % 3 > 0
 
 
 class Unsynchronized(Accumulation):
-    """One rank, as from ``torchrun --nproc_per_node=1``, that reduces only the last gradients of a step.
+    """One rank, as from ``torchrun --nproc_per_node=1``, that reduces only the last gradients of a step."""
 
-    Attributes:
-        kind: "ddp" or "fsdp2".
-    """
-
-    kind = "ddp"
+    kind = "ddp"  # or "fsdp2"
 
     def make_model(self) -> nn.Module:
         if not dist.is_initialized():
@@ -270,8 +247,7 @@ class Idle(Training):
 class TwoPaces(Training):
     """The first layers step after every batch, the last one after every fourth, with accumulated gradients."""
 
-    def make_optimizers(self) -> list[Optimizer]:
-        return [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in (self.model[:-1], self.model[-1])]
+    make = staticmethod(lambda params: [torch.optim.AdamW(part, lr=1e-2) for part in (params[:-2], params[-2:])])
 
     def batch(self, step: int) -> float:
         loss = self.loss(step)
@@ -298,19 +274,16 @@ class RareLayer(Training):
         return super().loss(step)
 
 
-class ReadGradients(Training):
+def read_gradients(training: Training, step: int) -> None:
     """The norm of a step's gradients, more than are carried, decides about the next step before they are zeroed."""
+    gradients = [param.grad for param in training.model.parameters() if param.grad is not None]
+    if gradients:
+        norm = torch.stack(torch._foreach_norm(gradients)).sum()
+        training.optimizers[0].param_groups[0]["weight_decay"] = float(norm)
 
-    def make_model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(INPUTS, 500), nn.Tanh(), nn.Linear(500, CLASSES))
 
-    def batch(self, step: int) -> float:
-        gradients = [param.grad for param in self.model.parameters() if param.grad is not None]
-        if gradients:
-            self.optimizers[0].param_groups[0]["weight_decay"] = float(
-                torch.stack(torch._foreach_norm(gradients)).sum()
-            )
-        return super().batch(step)
+def three_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(INPUTS, 500), nn.Tanh(), nn.Linear(500, CLASSES))
 
 
 class RareSparseLayer(RareLayer):
@@ -320,11 +293,7 @@ class RareSparseLayer(RareLayer):
         embedding = nn.Embedding(50, 16, sparse=True)
         return nn.ModuleDict({"table": embedding, "head": nn.Linear(16, CLASSES)})
 
-    def make_optimizers(self) -> list[Optimizer]:
-        return [
-            torch.optim.SparseAdam(self.model["table"].parameters(), lr=1e-2),
-            torch.optim.SGD(self.model["head"].parameters(), lr=1e-2, momentum=0.9),
-        ]
+    make = staticmethod(lambda params: [torch.optim.SparseAdam(params[:1], lr=1e-2), SGD(params[1:], 1e-2, 0.9)])
 
     def loss(self, step: int) -> Tensor:
         x = self.model["table"](torch.randint(0, 50, (16,)))
@@ -344,15 +313,11 @@ class BeforeStep(Training):
 
     def begin(self, step: int) -> None:
         if self.hooked:
-            self.optimizers[0].register_step_pre_hook(lambda *_: self.change(self, self._step))
+            self.optimizers[0].register_step_pre_hook(lambda *_: self.change(self, self.number))
 
     def change_gradients(self, step: int) -> None:
         if not self.hooked:
             super().change_gradients(step)
-
-    def batch(self, step: int) -> float:
-        self._step = step
-        return super().batch(step)
 
 
 def decay(training: Training, step: int) -> None:
@@ -387,20 +352,14 @@ def two_groups(params: list[nn.Parameter]) -> SGD:
 class BetweenSteps(Training):
     """The first optimizer's weights are clamped through ``.data`` behind its step, and before the second one's."""
 
-    def make_optimizers(self) -> list[Optimizer]:
-        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.model[0], self.model[-1])]
-
-    def batch(self, step: int) -> float:
-        self._step = step
-        return super().batch(step)
+    make = staticmethod(lambda params: [SGD(params[:2], lr=0.1), SGD(params[-2:], lr=0.1)])
 
     def watch_points(self) -> None:
         super().watch_points()
-        self._step = 0
         self.optimizers[1].register_step_pre_hook(lambda *_: self._clamp())
 
     def _clamp(self) -> None:
-        if self._step % 3 == 0:
+        if self.number % 3 == 0:
             self.model[0].weight.data.clamp_(-0.1, 0.1)
 
 
@@ -539,8 +498,7 @@ class Bf16Autocast(Training):
 class Bf16Parameters(Training):
     def make_model(self) -> nn.Module:
         # Sizes that are no multiple of a vector register.
-        model = nn.Sequential(nn.Linear(INPUTS, 257), nn.ReLU(), nn.Linear(257, CLASSES))
-        return model.to(torch.bfloat16)
+        return nn.Sequential(nn.Linear(INPUTS, 257), nn.ReLU(), nn.Linear(257, CLASSES)).bfloat16()
 
     def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
         return super().loss_of(x.to(torch.bfloat16), y)
@@ -575,10 +533,10 @@ SHAPES_OF_STEPS = [
     case_of("kept-gradients", KeptGradients),
     case_of("step-in-backward", StepInBackward),
     case_of("interrupted", Interrupted),
-    case_of("zeroed-in-place", ZeroedInPlace),
+    case_of("zeroed-in-place", behind=zero_in_place),
     case_of("gradient-penalty", GradientPenalty),
     case_of("alternating", Alternating),
-    case_of("projection", Projection),
+    case_of("projection", make=projecting),
     case_of("idle", Idle),
     case_of("closure", closure=True),
     case_of("clip-norm", change=clip_norm),
@@ -636,7 +594,7 @@ ANNOUNCED = case_of("announced-accumulation", AnnouncedAccumulation)
 LIED = case_of("lied-accumulation", AnnouncedAccumulation, lies=True)
 TWO_PACES = case_of("two-paces", TwoPaces)
 ZEROED_IN_PLACE = case_of("zeros-in-place", RareLayer)
-READ_GRADIENTS = case_of("read-gradients", ReadGradients)
+READ_GRADIENTS = case_of("read-gradients", net=three_layers, before=read_gradients)
 SPARSE_ZEROED_IN_PLACE = case_of("sparse-zeros-in-place", RareSparseLayer)
 
 

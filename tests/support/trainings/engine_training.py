@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 STEPS = 24
 INPUTS, CLASSES = 40, 10
 
-MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
+MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer | list[Optimizer]]
+Hook = Callable[[Any, int], Any]
 
 
 @dataclass(frozen=True)
@@ -43,20 +45,26 @@ class Training:
 
     Attributes:
         net: makes the model; None: a small classifier.
-        make: makes the optimizer of all parameters.
-        change: called with training and step between backward and the optimizers' steps.
-        scheduled: whether the first optimizer's rate has a schedule.
+        make: makes the optimizer of all parameters, or several.
+        before, change, behind: called with training and step: at the begin of a batch, between backward and the
+            optimizers' steps, and at the end of the batch.
+        schedule: makes the schedule of the first optimizer's rate, if that is `scheduled`.
         closure: whether the optimizer evaluates the loss inside its step.
     """
 
     net: Callable[[], nn.Module] | None = None
     make: MakeOptimizer = staticmethod(lambda params: torch.optim.AdamW(params, lr=1e-2))
-    change: Callable[[Any, int], Any] = staticmethod(lambda training, step: None)
+    before: Hook = staticmethod(lambda training, step: None)
+    change: Hook = staticmethod(lambda training, step: None)
+    behind: Hook = staticmethod(lambda training, step: None)
+    schedule: Callable[[Optimizer], Any] = staticmethod(lambda optimizer: CosineAnnealingLR(optimizer, 2 * STEPS))
     scheduled = True
     closure = False
 
     def __init__(self, **settings: Any) -> None:
         vars(self).update(settings)
+        #: Number of the step that is trained; its loop sets it.
+        self.number = 0
         self.device_type = torch.get_default_device().type
         self.at: Callable[[str], None] = lambda point: None
         #: Argument of the session's announce_accumulation().
@@ -79,11 +87,11 @@ class Training:
         )
 
     def make_optimizers(self) -> list[Optimizer]:
-        return [self.make(list(self.model.parameters()))]
+        made = self.make(list(self.model.parameters()))
+        return made if isinstance(made, list) else [made]
 
     def make_schedulers(self) -> list[Any]:
-        optimizer = self.optimizers[0]
-        return [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2 * STEPS)] if self.scheduled else []
+        return [self.schedule(self.optimizers[0])] if self.scheduled else []
 
     def watch_points(self) -> None:
         """Add hooks to the last layer: its parameters' gradients precede its input's, the other layers' follow."""
@@ -121,6 +129,7 @@ class Training:
 
     def batch(self, step: int) -> float:
         """Train one batch; returns its loss."""
+        self.before(self, step)
         if self.closure:
             return self._batch_in_closure(step)
         self.zero()
@@ -128,6 +137,7 @@ class Training:
         loss.backward()
         self.change_gradients(step)
         self.take_step(step)
+        self.behind(self, step)
         return float(loss)
 
     def take_step(self, step: int) -> None:
@@ -152,6 +162,7 @@ class Training:
         loss: Any = self.optimizers[0].step(closure)
         self.at("after step")
         self.schedulers[0].step()
+        self.behind(self, step)
         return float(loss)
 
     def commit_arguments(self, step: int) -> dict[str, Any]:

@@ -32,34 +32,22 @@ STEPS = 14
 
 @dataclass(frozen=True)
 class DdpJob(Job):
-    """One attempt of a DDP training.
-
-    Attributes:
-        hook: time at which a user's communication hook is registered, before or after attach().
-        users_hook: which: "halving", or torch's "fp16" or "powersgd" (its "bf16" takes NCCL only).
-        halved: steps in which a gradient is halved by hand, past torch's version counters.
-        ddp: arguments of DistributedDataParallel.
-        accumulate: micro-batches of a step.
-        table: whether there is a buffer too large to be copied with every record; "own": with other initial values on
-            each rank.
-        optimizer: makes the optimizer.
-        averages: whether each rank keeps a moving average of the model.
-        flip: (rank, step) at which one bit of a rank's average flips.
-        dtype: of parameters, buffers and inputs.
-    """
+    """One attempt of a DDP training."""
 
     last_step: int = STEPS
     world_size: int = 2
-    hook: str = ""
-    users_hook: str = "halving"
-    halved: Sequence[int] = ()
-    ddp: dict[str, Any] = field(default_factory=dict)
-    accumulate: int = 1
+    hook: str = ""  # time at which a user's communication hook is registered, before or after attach()
+    users_hook: str = "halving"  # which: "halving", or torch's "fp16" or "powersgd" (its "bf16" takes NCCL only)
+    halved: Sequence[int] = ()  # steps in which a gradient is halved by hand, past torch's version counters
+    ddp: dict[str, Any] = field(default_factory=dict)  # arguments of DistributedDataParallel
+    accumulate: int = 1  # micro-batches of a step
+    #: Whether there is a buffer too large to be copied with every record; "own": with other initial values on each
+    #: rank.
     table: str = ""
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda params: torch.optim.AdamW(params, lr=0.01)
-    averages: bool = False
-    flip: tuple[int, int] | None = None
-    dtype: torch.dtype = torch.float32
+    averages: bool = False  # whether each rank keeps a moving average of the model
+    flip: tuple[int, int] | None = None  # (rank, step) at which one bit of a rank's average flips
+    dtype: torch.dtype = torch.float32  # of parameters, buffers and inputs
 
     def training(self, rank: Rank) -> DdpTraining:
         return DdpTraining(self, rank)
@@ -205,25 +193,16 @@ class DdpTraining(RankTraining):
 
 @dataclass(frozen=True)
 class FlatJob(Job):
-    """One attempt of a training with FSDP1.
-
-    Attributes:
-        strategy: sharding strategy.
-        use_orig_params: whether the optimizer steps views of flat parameters, or those themselves.
-        accumulate: micro-batches of a step.
-        half: computes in bfloat16, and reduces in float32.
-        bare: whether the wrapped module is attached, and not the wrapper.
-        evaluate: whether to evaluate between each step and its commit, "with" gradients or "without".
-    """
+    """One attempt of a training with FSDP1."""
 
     last_step: int = STEPS
     world_size: int = 2
     strategy: str = "FULL_SHARD"
-    use_orig_params: bool = True
-    accumulate: int = 1
-    half: bool = False
-    bare: bool = False
-    evaluate: str = ""
+    use_orig_params: bool = True  # whether the optimizer steps views of flat parameters, or those themselves
+    accumulate: int = 1  # micro-batches of a step
+    half: bool = False  # computes in bfloat16, and reduces in float32
+    bare: bool = False  # whether the wrapped module is attached, and not the wrapper
+    evaluate: str = ""  # whether to evaluate between each step and its commit, "with" gradients or "without"
 
     def training(self, rank: Rank) -> FlatTraining:
         return FlatTraining(self, rank)

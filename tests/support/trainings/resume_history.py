@@ -17,6 +17,7 @@ from memckpt.config import MemckptConfig
 from memckpt.session.resume.report import RestoreReport
 
 Events = list[dict[str, Any]]
+ByRank = Sequence[Events]
 
 
 class Notes(Protocol):
@@ -40,15 +41,8 @@ def note_resume(notes: Notes, report: RestoreReport | None, **fields: Any) -> in
     assert report.evidence or not report.exact, f"step {report.step} from {report.tier}: compared with nothing"
     again = report.repeated is not None  # one more record is held after the restored one
     step = report.step if report.repeated is None else report.repeated
-    notes.note(
-        "restored",
-        step=step,
-        held=report.record + again,
-        tier=report.tier,
-        lost=report.steps_lost,
-        exact=report.exact,
-        **fields,
-    )
+    fields |= {"tier": report.tier, "lost": report.steps_lost, "exact": report.exact}
+    notes.note("restored", step=step, held=report.record + again, **fields)
     if report.check.verdict != "pending":
         notes.note("checked", verdict=report.check.verdict, line=report.check.line)
     return step
@@ -105,20 +99,12 @@ class History:
 
 
 def why_unproved(
-    ranks: Sequence[Events],
-    earlier: Sequence[Sequence[Events]],
-    settings: MemckptConfig,
-    died: bool,
-    reasons: Sequence[str] = (),
+    ranks: ByRank, earlier: Sequence[ByRank], settings: MemckptConfig, died: bool, reasons: Sequence[str] = ()
 ) -> str:
     """The reason why an attempt's resume counts as unproved; empty if each rank says *equal*, or *none* validly.
 
-    Args:
-        ranks: the attempt's journals, by rank.
-        earlier: journals of the earlier attempts of the same run, by attempt.
-        settings: the attempt's settings.
-        died: whether some rank was killed. If no record had ended by then, there need not be a verdict.
-        reasons: parts of further valid reasons, beside those that the journals imply.
+    `ranks`: the attempt's journals; `earlier`: those of the run's earlier attempts. If some rank `died`, and no record
+    had ended by then, there need not be a verdict. `reasons`: parts of valid ones beside those that the journals imply.
     """
     restored = [each for journal in ranks for each in journal if each["event"] == "restored"]
     if not settings.replays or not restored:
