@@ -5,9 +5,7 @@ Every process is told only the same directory; each must begin after the last co
 
 from __future__ import annotations
 
-import ctypes
 import random
-import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,68 +16,47 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 from torch import nn
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import memckpt
 from accelerate_plugin import MemCheckpointPlugin
 from memckpt.config import CompressionConfig, MemckptConfig
-from tests.support.cluster.processes import kill_and_wait, live_on
-from tests.support.faults.check_lines import unproved
+from tests.support.cluster.processes import die_with_parent, kill_and_wait, live_on
 from tests.support.faults.frozen import freeze
 from tests.support.trainings import killed_programs
 from tests.support.trainings.compressed import average_plainly, note_encodings
 from tests.support.trainings.engine_child import Probe, config, listen_until, seed_everything
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.killed_programs import Ended, Kill, Process, Run
+from tests.support.trainings.killed_programs import Ended, Kill, Process, Run, unproved
 
 EPOCHS = 3
 
 
 @dataclass(frozen=True)
 class Case:
-    """Variant of the training.
-
-    Attributes:
-        loading: arguments of Accelerate's DataLoaderConfiguration.
-        loader: arguments of the DataLoader.
-        accumulate: micro-batches of a step.
-        accelerator: further arguments of the Accelerator.
-        scaler: scale gradients as in fp16, in a range in which some steps overflow.
-        evaluate_every: batches between evaluations inside the loop, before the commit.
-        limit: batches after which each epoch is left.
-        stream: an IterableDataset.
-        own_loader: the user's loader is torchdata's.
-        two: a second loader, iterated together with the first.
-        in_turns: a second loader, of which the second batch of each epoch takes one.
-        left: evaluations at the top of an epoch, and inside the loop, leave their loader behind its first batch.
-        evaluation_loader: evaluate on a prepared loader, with these arguments; ``elsewhere``: one that the plugin does
-            not prepare.
-        cut: sharding by the user before the model is prepared: "", "fsdp2" or "fsdp1".
-        saves: Accelerate's own save_state in the first epoch, and load_state some batches later.
-        numbered: save_state() every four batches, in directories that Accelerate numbers.
-        compression: how gradients are averaged.
-    """
+    """Variant of the training."""
 
     name: str
     samples: int = 44
-    loading: dict[str, Any] = field(default_factory=dict)
-    loader: dict[str, Any] = field(default_factory=dict)
-    accumulate: int = 1
-    accelerator: dict[str, Any] = field(default_factory=dict)
-    scaler: bool = False
-    evaluate_every: int = 0
-    limit: int = 0
-    stream: bool = False
-    own_loader: bool = False
-    two: bool = False
-    in_turns: bool = False
+    loading: dict[str, Any] = field(default_factory=dict)  # arguments of Accelerate's DataLoaderConfiguration
+    loader: dict[str, Any] = field(default_factory=dict)  # arguments of the DataLoader
+    accumulate: int = 1  # micro-batches of a step
+    accelerator: dict[str, Any] = field(default_factory=dict)  # further arguments of the Accelerator
+    scaler: bool = False  # scale gradients as in fp16, in a range in which some steps overflow
+    evaluate_every: int = 0  # batches between evaluations inside the loop, before the commit
+    limit: int = 0  # batches after which each epoch is left
+    stream: bool = False  # an IterableDataset
+    own_loader: bool = False  # the user's loader is torchdata's
+    two: bool = False  # a second loader, iterated together with the first
+    in_turns: bool = False  # a second loader, of which the second batch of each epoch takes one
+    #: Evaluations at the top of an epoch, and inside the loop, leave their loader behind its first batch.
     left: bool = False
-    cut: str = ""
-    saves: bool = False
-    numbered: bool = False
+    cut: str = ""  # sharding by the user before the model is prepared: "", "fsdp2" or "fsdp1"
+    saves: bool = False  # Accelerate's own save_state in the first epoch, and load_state some batches later
+    numbered: bool = False  # save_state() every four batches, in directories that Accelerate numbers
+    #: Evaluate on a prepared loader, with these arguments; ``elsewhere``: one that the plugin does not prepare.
     evaluation_loader: dict[str, Any] | None = None
-    compression: CompressionConfig | None = None
+    compression: CompressionConfig | None = None  # how gradients are averaged
 
     def __str__(self) -> str:
         return self.name
@@ -107,11 +84,6 @@ def cut(model: Any, how: str) -> Any:
     for each in (model[0], model[4], model):
         fully_shard(each, mesh=mesh)
     return model
-
-
-def held(value: Any) -> Any:
-    """This rank's shard of a DTensor; any other value as it is."""
-    return value.to_local() if hasattr(value, "to_local") else value
 
 
 class Samples(Dataset[Any]):
@@ -196,10 +168,9 @@ class Training(Process):
             from torchdata.stateful_dataloader import StatefulDataLoader
 
             kind = StatefulDataLoader
-        if case.loader.get("num_workers"):
-            arguments = {"multiprocessing_context": "fork", "worker_init_fn": die_with_trainer, **case.loader}
-        else:
-            arguments = case.loader
+        arguments = dict(case.loader)
+        if case.loader.get("num_workers"):  # a worker ends with its trainer, whose lock it might wait for
+            arguments |= {"multiprocessing_context": "fork", "worker_init_fn": lambda number: die_with_parent()}
         if case.stream:
             return kind(Stream(self.samples), 4, **arguments)
         return kind(self.samples, 4, shuffle=True, **arguments)
@@ -326,9 +297,9 @@ class Training(Process):
         """All state that an interruption might have changed."""
         bare = self.accelerator.unwrap_model(self.model)
         return {
-            "parameters": {name: freeze(held(each)) for name, each in bare.named_parameters()},
-            "buffers": {name: freeze(each) for name, each in bare.named_buffers()},
-            "optimizer": freeze(tree_map(held, self.optimizer.state_dict())),
+            "parameters": freeze(dict(bare.named_parameters())),
+            "buffers": freeze(dict(bare.named_buffers())),
+            "optimizer": freeze(self.optimizer.state_dict()),
             "scheduler": freeze(self.scheduler.state_dict()),
             "scaler": freeze(None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict()),
             "torch": freeze(torch.get_rng_state()),
@@ -343,11 +314,6 @@ class Training(Process):
 
 def train(run: AccelerateRun) -> dict[str, Any]:
     return Training(run).train()
-
-
-def die_with_trainer(number: int) -> None:
-    """Have a loader's worker end with its trainer, whose lock it might wait for."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def survives(lab: Lab, run: AccelerateRun, kills: list[Kill]) -> list[Ended]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -20,31 +20,12 @@ from memckpt.errors import NothingHeldError
 from memckpt.state import codec, rng
 
 
-@dataclass(frozen=True)
-class FakeHeld:
-    step: int
-    record: int
-    rank_state: dict[str, Any]
-    tier: str = "files"
-    world_size: int = 1
-
-    @property
-    def newest_step(self) -> int:
-        """No step is repeated."""
-        return self.step
-
-    def provided_as(self, name: str, adapter: str) -> Any:
-        return self.rank_state[name]
-
-
-@dataclass(frozen=True)
-class FakeReport:
-    step: int
-    record: int
-    tier: str
-    seconds: float = 0.0
-    steps_lost: int = 0
-    repeated: int | None = None
+def _held(saved: dict[str, Any]) -> SimpleNamespace:
+    """What a session holds; no step is repeated."""
+    provided, step = codec.decode(saved["rank_state"]), saved["step"]
+    held = SimpleNamespace(step=step, newest_step=step, record=saved["record"], tier="files", world_size=1)
+    held.provided_as = lambda name, adapter: provided[name]
+    return held
 
 
 class FakeSession:
@@ -56,13 +37,13 @@ class FakeSession:
     def __init__(
         self,
         model: nn.Module,
-        optimizers: list[Optimizer] | Optimizer,
+        optimizers: Any,
         *,
         run_dir: Any,
-        resume: str | int,
+        resume: Any,
         config: Any,
-        replicated: Sequence[str] = (),
-        **others: Any,
+        replicated: Any = (),
+        **_: Any,
     ) -> None:
         self.replicated = tuple(replicated)
         self._log_metrics = config is None or config.log_metrics != "none"
@@ -73,13 +54,10 @@ class FakeSession:
         self.commits = 0
         self.closed: bool | None = None
         self._saved = self.kept.get(self._run_dir) if resume != "never" else None
-        self.held: FakeHeld | None = None
-        self._record = 0
-        if self._saved is not None:
-            self._record = self._saved["record"]
-            self.held = FakeHeld(self._saved["step"], self._record, codec.decode(self._saved["rank_state"]))
-        elif resume == "require":
+        if self._saved is None and resume == "require":
             raise NothingHeldError("nothing is held")
+        self.held = None if self._saved is None else _held(self._saved)
+        self._record = 0 if self.held is None else self.held.record
         self._pending = False
         self._handles: list[Any] = [
             param.register_post_accumulate_grad_hook(lambda _: setattr(self, "_pending", True))
@@ -110,7 +88,7 @@ class FakeSession:
     def _tensors(self) -> dict[str, Tensor]:
         return dict(itertools.chain(self._model.named_parameters(), self._model.named_buffers()))
 
-    def restore_tensors(self) -> FakeReport | None:
+    def restore_tensors(self) -> SimpleNamespace | None:
         if self._saved is None or self.held is None:
             return None
         with torch.no_grad():
@@ -118,7 +96,8 @@ class FakeSession:
                 tensor.copy_(self._saved["tensors"][name])
         for optimizer, state in zip(self._optimizers, self._saved["optimizers"], strict=True):
             optimizer.load_state_dict(state)
-        return FakeReport(self.held.step, self.held.record, self.held.tier)
+        place = {"step": self.held.step, "record": self.held.record, "tier": self.held.tier}
+        return SimpleNamespace(**place, seconds=0.0, steps_lost=0, repeated=None)
 
     def restore_rng(self) -> None:
         if self._saved is not None:

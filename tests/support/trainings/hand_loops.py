@@ -11,11 +11,14 @@ import torch
 from torch import nn
 
 import memckpt
-from tests.support.faults.check_lines import REASONS
 from tests.support.trainings import killed_programs
 from tests.support.trainings.engine_child import config, seed_everything
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.killed_programs import Kill, Run, check_same, finish
+from tests.support.trainings.killed_programs import REASONS, Kill, Run, check_same, finish
+
+
+def _nothing(*_: Any) -> None:
+    """What a call does without memckpt."""
 
 
 class Unprotected:
@@ -23,18 +26,10 @@ class Unprotected:
 
     held = None
     epoch = batch = 0
-
-    def describe(self) -> str:
-        return ""
+    describe = register = restore = close = _nothing
 
     def loader(self, loader: Any) -> Any:
         return loader
-
-    def register(self, name: str, obj: object) -> None:
-        pass
-
-    def restore(self) -> None:
-        return None
 
     def epochs(self, total: int) -> Iterator[int]:
         while self.epoch < total:
@@ -44,22 +39,11 @@ class Unprotected:
     def commit(self, *, epoch_over: bool = False) -> bool:
         return True
 
-    def close(self) -> None:
-        pass
-
 
 class Process(killed_programs.Process):
-    """One process of a run: model, optimizer and session, as its loop is given them.
+    """One process of a run: model, optimizer and session, as its loop is given them."""
 
-    Args:
-        run: the attempt; unprotected without a session.
-        check: the resume check.
-
-    Attributes:
-        settings: beside those of :func:`config`.
-    """
-
-    settings: ClassVar[dict[str, Any]] = {"slots": 3}
+    settings: ClassVar[dict[str, Any]] = {"slots": 3}  # beside those of :func:`config`
 
     def __init__(self, run: Run, check: str = "replay") -> None:
         super().__init__(run)
@@ -115,29 +99,13 @@ def _flat(batch: Any) -> Iterator[Any]:
 
 
 def survives(
-    lab: Lab,
-    loop: Callable[[Any], None],
-    kills: list[Kill],
-    check: str = "replay",
-    *,
-    kind: Callable[..., Process] = Process,
-    ranks: int = 1,
+    lab: Lab, loop: Callable[[Any], None], kills: list[Kill], check: str = "replay", kind: Any = Process, ranks: int = 1
 ) -> str:
     """Kill `loop` at each of `kills` in turn, let it end, and compare what its processes noted with an undisturbed run.
 
     Every process begins with other random numbers, so that what is not restored shows. With ``"replay"`` as its check
-    a process begins one step earlier than with ``"off"``.
-
-    Args:
-        lab: starts the processes.
-        loop: gets each `Process`.
-        kills: one for each attempt; of several ranks the last one dies.
-        check: the resume check.
-        kind: makes a process, from the arguments of `Process`.
-        ranks: number of ranks.
-
-    Returns:
-        The output of the first rank's processes of the killed run.
+    a process begins one step earlier than with ``"off"``. Of several ranks the last one dies. The output of the first
+    one's processes in the killed run is returned.
     """
 
     def program(run: Run) -> None:

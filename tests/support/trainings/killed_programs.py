@@ -12,11 +12,13 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,28 +41,17 @@ PROCESS_SECONDS = 120
 
 @dataclass(frozen=True)
 class Run:
-    """Parameters of one attempt's processes.
+    """Parameters of one attempt's processes."""
 
-    Attributes:
-        case: what is trained.
-        directory: directory of this run alone; its attempts share it.
-        protected: with memckpt, or without for the reference.
-        kill: point at which a process dies; None to train to the end.
-        ranks: number of processes that train together; `rank` is that of this process.
-        victim: the rank that dies.
-        hooks: further actions, by place.
-        sabotage: called before anything else.
-    """
-
-    case: Any
-    directory: Path
-    protected: bool = True
-    kill: Kill | None = None
-    ranks: int = 1
+    case: Any  # what is trained
+    directory: Path  # directory of this run alone; its attempts share it
+    protected: bool = True  # with memckpt, or without for the reference
+    kill: Kill | None = None  # point at which a process dies; None to train to the end
+    ranks: int = 1  # number of processes that train together; `rank` is that of this process
     rank: int = 0
-    victim: int = -1
-    hooks: dict[Kill, Callable[[Any], None]] = field(default_factory=dict)
-    sabotage: Callable[[], None] | None = None
+    victim: int = -1  # the rank that dies
+    hooks: dict[Kill, Callable[[Any], None]] = field(default_factory=dict)  # further actions, by place
+    sabotage: Callable[[], None] | None = None  # called before anything else
 
     @property
     def dies(self) -> Kill | None:
@@ -192,6 +183,8 @@ def check_same(expected: Ended, attempts: Sequence[Ended]) -> None:
         assert not different, f"rank {rank}:\n" + "\n".join(different[:10])
 
 
+#: Fields of an attempt by its number; called before it with the attempts so far.
+Fields = Callable[[int, list[Ended]], dict[str, Any]]
 _references: list[tuple[tuple[Program, Any, int], Ended]] = []
 
 
@@ -207,18 +200,9 @@ def reference(lab: Lab, program: Program, run: Run) -> Ended:
 
 
 def survives(
-    lab: Lab,
-    program: Program,
-    run: Run,
-    kills: Sequence[Kill],
-    *,
-    each: Callable[[int, list[Ended]], dict[str, Any]] = lambda number, attempts: {},
+    lab: Lab, program: Program, run: Run, kills: Sequence[Kill], *, each: Fields = lambda number, attempts: {}
 ) -> list[Ended]:
-    """Kill a run at each of `kills` in turn, let the next attempt continue, and compare.
-
-    Args:
-        each: fields of an attempt by its number, called before it with the attempts so far.
-    """
+    """Kill a run at each of `kills` in turn, let the next attempt continue, and compare."""
     expected, attempts = reference(lab, program, run), []
     for number, kill in enumerate([*kills, None]):
         attempts.append(finish(lab, program, replace(run, kill=kill, **each(number, attempts))))
@@ -230,13 +214,7 @@ def survives(
 
 
 def survives_chance(
-    lab: Lab,
-    program: Program,
-    run: Run,
-    chance: random.Random,
-    within: int,
-    *,
-    each: Callable[[int, list[Ended]], dict[str, Any]] = lambda number, attempts: {},
+    lab: Lab, program: Program, run: Run, chance: random.Random, within: int, each: Fields = lambda number, attempts: {}
 ) -> list[Ended]:
     """Kill a run at random instants within so many milliseconds, let the last attempt end, and compare."""
     expected, attempts = reference(lab, program, run), []
@@ -245,3 +223,47 @@ def survives_chance(
         attempts.append(finish(lab, program, replace(run, kill=kill, **each(len(attempts), attempts))))
     check_same(expected, attempts)
     return attempts
+
+
+# Resume checks, by the logs
+
+#: Valid reasons for a resume without a proof: the step has further effects, or there is no state before it.
+REASONS = (
+    "a generation began at record",
+    "an epoch ended before it",
+    "an epoch ends with it",
+    "an epoch, or another iteration over a loader, ended before it",
+    "a validation ran before it",
+    "an evaluation followed it",
+    "a checkpoint file was written",
+    "save_state() ran in it",
+    "load_state() ran in it",
+    "storage does not have the state from which",
+)
+
+
+def unproved(log: str, reasons: Sequence[str] = ()) -> list[str]:
+    """Resumes without a verdict, and verdicts that are not *equal*, and not *none* for a good reason.
+
+    An eager replica goes on to a record once its step is repeated; a process that dies before its next commit leaves
+    nothing before it. So a process that resumes where the one before did may find that the replica has gone past.
+    `log`: of one process after the other; `reasons`: good ones in this test beside `REASONS`.
+    """
+    found: list[str] = []
+    steps: list[str] = []
+    verdicts = 0
+    for resumed, line in re.findall(r"memckpt: (?:resumed at step (\d+) |resume check: (.*))", log):
+        if resumed:
+            steps.append(resumed)
+            continue
+        verdicts += 1
+        if gone := re.search(r"the replica has gone past record (\d+)", line):
+            # Known before training continues, so that its line precedes the one that names the step.
+            found += [line] if (steps or [""])[-1] != str(int(gone[1]) + 1) else []
+        elif "equal, bit for bit" not in line and not any(each in line for each in (*REASONS, *reasons)):
+            found.append(line)
+    # A process that dies in the repeated step has no verdict, and its successor resumes where it did.
+    died = sum(step == following for step, following in pairwise(steps))
+    if verdicts < len(steps) - died:
+        found.append(f"{verdicts} verdicts on resumes at the steps {steps}")
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -128,59 +129,50 @@ def _batches() -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(4, 8, generator=generator), torch.zeros(4, 1)) for _ in range(BATCHES)]
 
 
+def _loader(data: Any, workers: int, persistent: bool, kind: Any = DataLoader, **arguments: Any) -> Any:
+    if "batch_sampler" not in arguments:
+        arguments.setdefault("batch_size", BATCH_SIZE)
+    if workers:
+        arguments |= {"num_workers": workers, "persistent_workers": persistent, "multiprocessing_context": "fork"}
+    return kind(data, **arguments)
+
+
 def train_loader(case: Case) -> Any:
-    workers: dict[str, Any] = {"num_workers": case.workers, "persistent_workers": case.persistent}
-    if case.workers:
-        workers["multiprocessing_context"] = "fork"
+    make = partial(_loader, workers=case.workers, persistent=case.persistent)
     data = Augmented()
     match case.loader:
         case "plain":
-            return DataLoader(data, BATCH_SIZE, shuffle=True, **workers)
+            return make(data, shuffle=True)
         case "subset":
-            drawn_now = torch.randperm(SAMPLES)[: SAMPLES - 8].tolist()
-            return DataLoader(Subset(data, drawn_now), BATCH_SIZE, shuffle=True, **workers)
+            return make(Subset(data, torch.randperm(SAMPLES)[: SAMPLES - 8].tolist()), shuffle=True)
         case "generator":
-            generator = torch.Generator().manual_seed(3)
-            return DataLoader(data, BATCH_SIZE, shuffle=True, generator=generator, **workers)
+            return make(data, shuffle=True, generator=torch.Generator().manual_seed(3))
         case "weighted":
-            sampler = WeightedRandomSampler(torch.ones(SAMPLES).tolist(), SAMPLES)
-            return DataLoader(data, BATCH_SIZE, sampler=sampler, **workers)
+            return make(data, sampler=WeightedRandomSampler(torch.ones(SAMPLES).tolist(), SAMPLES))
         case "replacement":
-            drawn = RandomSampler(data, replacement=True, num_samples=SAMPLES)
-            return DataLoader(data, BATCH_SIZE, sampler=drawn, **workers)
+            return make(data, sampler=RandomSampler(data, replacement=True, num_samples=SAMPLES))
         case "batch_sampler":
-            return DataLoader(data, batch_sampler=ShuffledBatches(), **workers)
+            return make(data, batch_sampler=ShuffledBatches())
         case "unbatched":
-            return DataLoader(_batches(), batch_size=None, shuffle=True, **workers)
+            return make(_batches(), batch_size=None, shuffle=True)
         case "iterable":
-            return DataLoader(Stream(), BATCH_SIZE, **workers)
+            return make(Stream())
         case "stateful_loader":
             from torchdata.stateful_dataloader import StatefulDataLoader
 
-            return StatefulDataLoader(data, BATCH_SIZE, shuffle=True, **workers)
+            return make(data, kind=StatefulDataLoader, shuffle=True)
         case "own_loader":
             return StatefulBatches()
         case "max_size_cycle" | "min_size":
-            both = {
-                "a": DataLoader(data, BATCH_SIZE, shuffle=True, **workers),
-                "b": DataLoader(Augmented(20), BATCH_SIZE, shuffle=True, **workers),
-            }
+            both = {"a": make(data, shuffle=True), "b": make(Augmented(20), shuffle=True)}
             return CombinedLoader(both, case.loader)
         case "nested_sampler":
-            inner = BatchSampler(SequentialSampler(data), BATCH_SIZE, drop_last=False)
-            return DataLoader(data, batch_sampler=inner, **workers)
+            return make(data, batch_sampler=BatchSampler(SequentialSampler(data), BATCH_SIZE, drop_last=False))
     raise KeyError(case.loader)
 
 
 def validation_loader(case: Case) -> DataLoader[Any]:
-    workers: dict[str, Any] = {}
-    if case.validation_workers:
-        workers = {
-            "num_workers": case.validation_workers,
-            "persistent_workers": case.persistent,
-            "multiprocessing_context": "fork",
-        }
-    return DataLoader(Augmented(12), BATCH_SIZE, **workers)
+    return _loader(Augmented(12), case.validation_workers, case.persistent)  # type: ignore[no-any-return]
 
 
 class Data(pl.LightningDataModule):

@@ -167,14 +167,16 @@ class OwnRandomBatches(ShuffledBatches):
             yield [self.random.randrange(SAMPLES) for _ in range(BATCH)]
 
 
-class EpochCounter(Sampler[int]):
+class _OfAll(Sampler[int]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class EpochCounter(_OfAll):
     """Derives its order from the number of its iterations."""
 
     def __init__(self) -> None:
         self.rounds = 0
-
-    def __len__(self) -> int:
-        return SAMPLES
 
     def __iter__(self) -> Iterator[int]:
         self.rounds += 1
@@ -201,11 +203,8 @@ class Reshuffled(Sampler[int]):
         return iter([*self.order, self.buckets[0][0], int(self.weights[0]) % SAMPLES])
 
 
-class Chunks(Sampler[int]):
+class Chunks(_OfAll):
     """Shuffles chunk by chunk, with the generator that training draws from."""
-
-    def __len__(self) -> int:
-        return SAMPLES
 
     def __iter__(self) -> Iterator[int]:
         for first in range(0, SAMPLES, 7):
@@ -214,11 +213,8 @@ class Chunks(Sampler[int]):
             yield from (chunk[each] for each in torch.randperm(len(chunk)).tolist())
 
 
-class LazyGlobal(Sampler[int]):
+class LazyGlobal(_OfAll):
     """Draws each index from the generator that the model's dropout uses: cannot be replayed."""
-
-    def __len__(self) -> int:
-        return SAMPLES
 
     def __iter__(self) -> Iterator[int]:
         for _ in range(SAMPLES):

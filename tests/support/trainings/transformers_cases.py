@@ -7,10 +7,8 @@ weights.
 from __future__ import annotations
 
 import copy
-import ctypes
 import os
 import random
-import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,8 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from transformers import (
     EarlyStoppingCallback,
     GPT2Config,
@@ -36,45 +33,31 @@ from memckpt.capture import data as dataloader
 from memckpt.config import AgentConfig, CompressionConfig, MemckptConfig, StorageConfig
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.local_store import LocalStore
-from tests.support.cluster.processes import live_on
-from tests.support.faults.check_lines import unproved
+from tests.support.cluster.processes import die_with_parent, live_on
 from tests.support.faults.frozen import freeze
 from tests.support.trainings import killed_programs
 from tests.support.trainings.compressed import average_plainly, note_encodings
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.killed_programs import Ended, Kill, Process, Run, attempt
+from tests.support.trainings.killed_programs import Ended, Kill, Process, Run, attempt, unproved
 from transformers_memckpt import protect
 from transformers_memckpt.protection import Protection
 from transformers_memckpt.trainer_state import TrainerStates
 
-_PR_SET_PDEATHSIG = 1
-_WALL_CLOCK = ("runtime", "per_second")
-
 
 @dataclass(frozen=True)
 class Case:
-    """One way of training.
-
-    Attributes:
-        arguments: TrainingArguments beside those of all cases.
-        samples: number of training samples; batches have four.
-        augmented: whether the data draw random numbers.
-        patience: patience of EarlyStoppingCallback; None: without it.
-        stream: whether the training data are an IterableDataset.
-        sharded: whether from_pretrained() shards the model over the ranks.
-        compression: how gradients are averaged.
-        second: whether the Trainer has an average of the weights, and a generator, which its losses depend on, and a
-            callback that changes the schedule.
-    """
+    """One way of training."""
 
     name: str
-    arguments: dict[str, Any] = field(default_factory=dict)
-    samples: int = 44
-    augmented: bool = True
-    patience: int | None = None
-    stream: bool = False
-    sharded: bool = False
-    compression: CompressionConfig | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)  # TrainingArguments beside those of all cases
+    samples: int = 44  # number of training samples; batches have four
+    augmented: bool = True  # whether the data draw random numbers
+    patience: int | None = None  # patience of EarlyStoppingCallback; None: without it
+    stream: bool = False  # whether the training data are an IterableDataset
+    sharded: bool = False  # whether from_pretrained() shards the model over the ranks
+    compression: CompressionConfig | None = None  # how gradients are averaged
+    #: Whether the Trainer has an average of the weights, and a generator, which its losses depend on, and a callback
+    #: that changes the schedule.
     second: bool = False
 
 
@@ -90,7 +73,7 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if get_worker_info() is not None:  # a worker ends with its killed trainer
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            die_with_parent()
         tokens = self.tokens[index].clone()
         if self.augmented and random.random() < 0.5:
             tokens[int(torch.randint(0, 8, ()))] = int(np.random.randint(50))
@@ -109,19 +92,21 @@ class Stream(IterableDataset[dict[str, torch.Tensor]]):
             yield self.windows[index]
 
 
-#: Plain attributes in which the callbacks below keep state.
-NAMES = ["callbacks.Probe.plain.steps"]
-
-
-class Place(Process):
-    first = "micro"
+def _at(place: str) -> Any:
+    """A hook that comes by a place."""
+    return lambda self, *_, **__: self.reach(place)
 
 
 class Probe(TrainerCallback):
     """Comes by a place in each hook, draws in most of them, and keeps a tally as state."""
 
+    on_substep_end, on_pre_optimizer_step = _at("substep_end"), _at("pre_optimizer")
+    on_optimizer_step, on_evaluate = _at("optimizer"), _at("evaluate")
+    on_log, on_save = _at("log"), _at("save")
+
     def __init__(self, run: Run) -> None:
-        self.process = Place(run)
+        self.process = Process(run)
+        self.process.first = "micro"
         self.tally: list[float] = []
         self.plain = {"steps": 0}
 
@@ -151,15 +136,6 @@ class Probe(TrainerCallback):
         self.plain["steps"] += 1
         self.tally.append(random.random())
 
-    def on_substep_end(self, *_: Any, **__: Any) -> None:
-        self.reach("substep_end")
-
-    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self.reach("pre_optimizer")
-
-    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self.reach("optimizer")
-
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.tally.append(state.epoch)
         self.reach("step_end")
@@ -167,15 +143,6 @@ class Probe(TrainerCallback):
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
         torch.rand(1)
         self.reach("prediction")
-
-    def on_evaluate(self, *_: Any, **__: Any) -> None:
-        self.reach("evaluate")
-
-    def on_log(self, *_: Any, **__: Any) -> None:
-        self.reach("log")
-
-    def on_save(self, *_: Any, **__: Any) -> None:
-        self.reach("save")
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
         self.tally.append(float(np.random.rand()))
@@ -269,7 +236,8 @@ def make_trainer(attempt: Attempt) -> JournalingTrainer:
     if attempt.protected:
         assert attempt.config is not None
         config = replace(attempt.config, compression=case.compression)
-        protect(trainer, attempt.directory / "run", resume=attempt.resume, config=config, attributes=NAMES)
+        names = ["callbacks.Probe.plain.steps"]
+        protect(trainer, attempt.directory / "run", resume=attempt.resume, config=config, attributes=names)
     if case.compression is not None and attempt.protected:
         note_encodings(attempt.directory / f"encodings-{attempt.rank}")
     elif case.compression is not None:
@@ -291,26 +259,13 @@ def load_sharded(directory: Path) -> Any:
     """A small Llama, sharded over the ranks as it is loaded."""
     from transformers.distributed import DistributedConfig
 
-    LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=50,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            max_position_embeddings=16,
-            attention_dropout=0.1,
-        )
-    ).save_pretrained(directory)  # on rank 0
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": 16}
+    numbers = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **numbers, attention_dropout=0.1))
+    model.save_pretrained(directory)  # on rank 0
     torch.distributed.barrier()
     ranks = torch.distributed.get_world_size()
     return LlamaForCausalLM.from_pretrained(directory, distributed_config=DistributedConfig(fsdp_size=ranks))
-
-
-def held(value: Any) -> Any:
-    """This rank's shard of a DTensor; any other value as it is."""
-    return value.to_local() if hasattr(value, "to_local") else value
 
 
 def train(attempt: Attempt) -> dict[str, Any]:
@@ -321,8 +276,8 @@ def train(attempt: Attempt) -> dict[str, Any]:
     early = [each for each in trainer.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback)]
     state, wrapped = trainer.state, trainer.callback_handler.train_dataloader
     return {
-        "weights": freeze(tree_map(held, dict(trainer.model.state_dict()))),
-        "optimizer": freeze(tree_map(held, trainer.optimizer.state_dict())),
+        "weights": freeze(dict(trainer.model.state_dict())),
+        "optimizer": freeze(trainer.optimizer.state_dict()),
         "scheduler": freeze(trainer.lr_scheduler.state_dict()),
         "torch rng": freeze(torch.get_rng_state()),
         "numpy rng": freeze(np.random.get_state()),
@@ -343,35 +298,27 @@ def train(attempt: Attempt) -> dict[str, Any]:
 def sabotage(what: str) -> None:
     """Leave one part of a resume out, to test the comparison."""
 
-    def nothing(*_: Any, **__: Any) -> None:
-        return None
+    def end_batch_without_epoch(protection: Protection, *, stepped: bool) -> None:
+        protection._taken += 1
 
     match what:
         case "generators":
-            Session.restore_rng = nothing  # type: ignore[method-assign]
+            Session.restore_rng = lambda session: None  # type: ignore[method-assign]
         case "generators of fetches":
-            dataloader.resume = _resume_without_fetches
+            resume = dataloader.resume
+            dataloader.resume = lambda loader, position: resume(
+                loader, {**position, "pass": {**position["pass"], "fetches": []}}
+            )
         case "trainer":
             TrainerStates.restore = TrainerStates.restore_counters  # type: ignore[method-assign]
         case "epoch":
-            Protection.end_batch = _end_batch_without_epoch  # type: ignore[method-assign]
+            Protection.end_batch = end_batch_without_epoch  # type: ignore[method-assign]
         case _:
             raise KeyError(what)
 
 
-_resume = dataloader.resume
-
-
-def _resume_without_fetches(loader: DataLoader[Any], position: dict[str, Any]) -> None:
-    _resume(loader, {**position, "pass": {**position["pass"], "fetches": []}})
-
-
-def _end_batch_without_epoch(self: Protection, *, stepped: bool) -> None:
-    self._taken += 1
-
-
 def _without_times(entry: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in entry.items() if not name.endswith(_WALL_CLOCK)}
+    return {name: value for name, value in entry.items() if not name.endswith(("runtime", "per_second"))}
 
 
 # In the pytest process
