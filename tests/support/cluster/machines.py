@@ -6,6 +6,8 @@ of a PID namespace with its first one. Requires root.
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.cluster.netns import Network
+from tests.support.cluster.processes import children
 
 #: The first process: sets the host name, then reaps orphans until its input ends.
 _INIT = """
@@ -34,9 +37,7 @@ while sys.stdin.read(1):
 class Machines(Network):
     """Machines 0 to n - 1; a context manager, whose end ends them.
 
-    Args:
-        names: host names.
-        mounts: by path, a directory to mount there on a machine; `%h` in it is the host name.
+    `mounts`: by path, a directory to mount there on a machine; `%h` in it is the host name.
     """
 
     def __init__(self, names: Sequence[str], mounts: dict[str, str] | None = None) -> None:
@@ -77,14 +78,14 @@ class Machines(Network):
 
     def init(self, node: int) -> int:
         """Process id, outside, of the machine's first process."""
-        pid = self._inits[node].pid
-        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+        (pid,) = children(self._inits[node].pid)
+        return pid
 
     def lose(self, node: int) -> None:
         """End all its processes, and with them its memory, at once."""
-        init = self._inits.pop(node)
-        with init:
-            subprocess.run(["kill", "-KILL", Path(f"/proc/{init.pid}/task/{init.pid}/children").read_text().split()[0]])
+        first = self.init(node)
+        with self._inits.pop(node):
+            os.kill(first, signal.SIGKILL)
 
     def command(self, node: int, arguments: Sequence[str]) -> list[str]:
         """The command that runs a program on a machine, as a child of the process that this command becomes."""

@@ -20,11 +20,7 @@ _CLONE_NEWNET = 0x40000000
 
 
 class Network:
-    """Nodes 0 to n - 1, each in a network namespace; a context manager.
-
-    Attributes:
-        addresses: addresses of the nodes.
-    """
+    """Nodes 0 to n - 1, each in a network namespace; a context manager."""
 
     def __init__(self, nodes: int) -> None:
         self.addresses = [f"10.77.0.{node + 1}" for node in range(nodes)]
@@ -112,22 +108,22 @@ class Network:
 
     def cut(self, *nodes: int) -> None:
         """Silently drop traffic to and from these nodes."""
-        for node in nodes:
-            self._in(self._hub, f"ip link set cable{node} nomaster")
+        self._set(nodes, "nomaster")
 
     def mend(self, *nodes: int) -> None:
         """Carry their traffic again."""
-        for node in nodes:
-            self._in(self._hub, f"ip link set cable{node} master hub")
+        self._set(nodes, "master hub")
 
     def unplug(self, *nodes: int) -> None:
         """Unplug the cables: the nodes see that there is no link."""
-        for node in nodes:
-            self._in(self._hub, f"ip link set cable{node} down")
+        self._set(nodes, "down")
 
     def plug(self, *nodes: int) -> None:
+        self._set(nodes, "up")
+
+    def _set(self, nodes: Sequence[int], state: str) -> None:
         for node in nodes:
-            self._in(self._hub, f"ip link set cable{node} up")
+            self._in(self._hub, f"ip link set cable{node} {state}")
 
     def limit(self, node: int, bits_per_second: int) -> None:
         """Limit a node's bandwidth in both directions."""

@@ -106,7 +106,6 @@ def free_port() -> int:
 
 
 def open_things() -> tuple[int, int]:
-    """Number of this process's threads and of its descriptors."""
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
@@ -119,19 +118,12 @@ def assert_nothing_is_left_beyond(before: tuple[int, int]) -> None:
 
 
 class Proxy:
-    """Forwards TCP connections to a port of this host.
-
-    Attributes:
-        address: address that it listens on.
-        captured: bytes that clients sent, for each connection.
-        cuts: number of connections cut.
-        stopped: whether it forwards and accepts nothing.
-    """
+    """Forwards TCP connections to a port of this host."""
 
     def __init__(self, port: int, target: int) -> None:
-        self.captured: list[bytearray] = []
-        self.cuts = 0
-        self.stopped = False
+        self.captured: list[bytearray] = []  # what clients sent, by connection
+        self.cuts = 0  # connections that were cut
+        self.stopped = False  # it forwards and accepts nothing
         self._target = target
         self._server = socket.create_server(("127.0.0.1", port))
         self.address = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from memckpt.config import ErasureConfig, MemckptConfig, StorageConfig
 from memckpt.processes.address import AgentAddress
@@ -23,7 +23,7 @@ from memckpt.processes.control import ask_status
 from memckpt.protocol.replication import Recover, Recovered
 from memckpt.session.peers import PeerRecovery
 from tests.support.cluster.netns import Network
-from tests.support.cluster.processes import command, kill_and_wait
+from tests.support.cluster.processes import children, command, kill_and_wait
 from tests.support.cluster.sharded_cases import Setup, ShardedJob, check_verdict
 from tests.support.cluster.waiting import until
 from tests.support.trainings import killed_ranks
@@ -49,21 +49,17 @@ class Act:
 
 @dataclass(frozen=True)
 class PeersJob(ShardedJob):
-    """One attempt.
+    """One attempt."""
 
-    Attributes:
-        names: names of the nodes, in the order of the ranks on them; empty: node0, node1, ...
-        acts: the ranks' actions, by place.
-        acknowledged_at: steps after whose commit all ranks wait until every node's peers have that record.
-        protected_at: steps after whose commit all ranks wait until every node's records up to it are with its peers.
-        network: network of the agents and replicators of node0, node1, ...; ranks share the loopback. None: all do.
-    """
-
-    names: tuple[str, ...] = ()
-    acts: Sequence[Act] = ()
+    names: tuple[str, ...] = ()  # names of the nodes, in the order of the ranks on them; empty: node0, node1, ..
+    acts: Sequence[Act] = ()  # the ranks' actions, by place
+    #: Steps after whose commit all ranks wait until every node's peers have that record.
     acknowledged_at: Sequence[int] = ()
+    #: Steps after whose commit all ranks wait until every node's records up to it are with its peers.
     protected_at: Sequence[int] = ()
+    #: Network of the agents and replicators of node0, node1, ...; ranks share the loopback. None: all do.
     network: Network | None = None
+    once: ClassVar[tuple[str, ...]] = (*ShardedJob.once, "acts", "acknowledged_at", "protected_at")
 
     def node(self, rank: int) -> str:
         index = rank * self.nodes // self.world_size
@@ -75,20 +71,8 @@ class PeersJob(ShardedJob):
         return list(dict.fromkeys(self.node(rank) for rank in range(self.world_size)))
 
     def again(self, lab: Lab, **changes: Any) -> PeersJob:
-        """The next attempt, without faults, with these changes.
-
-        An attempt that starts over has number 0: its training begins with the undisturbed one's random numbers.
-        """
-        planned: dict[str, Any] = {
-            "deaths": (),
-            "acts": (),
-            "acknowledged_at": (),
-            "protected_at": (),
-            "prepare": None,
-            "wait_at": None,
-        }
-        planned |= {"directory": killed_ranks.fresh_directory(lab), "number": self.number + 1, **changes}
-        return replace(self, **planned)
+        """The next attempt, without faults; one that starts over has number 0, and so the undisturbed one's numbers."""
+        return killed_ranks.next_attempt(lab, self, **changes)
 
 
 def peers_config(data: int, tolerate: int, redo: str = "lazy", **settings: Any) -> MemckptConfig:
@@ -213,7 +197,6 @@ def _on_network(job: PeersJob, rank: int) -> PeersJob:
 
 
 def place_of(name: str) -> int:
-    """The index of a node on the network."""
     return int(name.removeprefix("node"))
 
 
@@ -238,19 +221,15 @@ def agent_of(job: PeersJob, name: str) -> int | None:
 def replicators_of(job: PeersJob, name: str) -> set[int]:
     """The pid of a node's replicator, if it has one."""
     agent = agent_of(job, name)
-    lists = (task / "children" for task in Path(f"/proc/{agent}/task").iterdir())
-    children = (int(pid) for each in lists for pid in each.read_text().split())
-    return {pid for pid in children if "memckpt.replication" in command(pid)}
+    return set() if agent is None else {pid for pid in children(agent) if "memckpt.replication" in command(pid)}
 
 
 def replicator_of(job: PeersJob, name: str) -> int:
-    """The pid of a node's replicator."""
     (found,) = replicators_of(job, name)
     return found
 
 
 def ranks_of(job: PeersJob, names: Iterable[str]) -> Iterator[int]:
-    """The pids of ranks on these nodes."""
     for rank in range(job.world_size):
         if job.node(rank) in names:
             lines = (job.directory / f"journal-{rank}").read_text().splitlines()
@@ -279,7 +258,6 @@ def kill_agent(rank: PeersRank) -> None:
 
 
 def kill_replicator(rank: PeersRank) -> None:
-    """Kill the replicator of the rank's node."""
     kill_and_wait(replicator_of(rank.job, rank.job.node(rank.rank)))
 
 
@@ -301,20 +279,27 @@ def kill_once(job: PeersJob, name: str) -> None:
 _killed_once: set[str] = set()
 
 
+def _signal(rank: PeersRank, pid_of: Callable[[PeersJob, str], int | None], number: int) -> None:
+    """Send a signal to a process of the rank's node."""
+    pid = pid_of(rank.job, rank.job.node(rank.rank))
+    assert pid is not None
+    os.kill(pid, number)
+
+
 def stop_replicator(rank: PeersRank) -> None:
-    """Stop (SIGSTOP) the replicator of the rank's node."""
-    os.kill(replicator_of(rank.job, rank.job.node(rank.rank)), signal.SIGSTOP)
+    _signal(rank, replicator_of, signal.SIGSTOP)
+
+
+def continue_replicator(rank: PeersRank) -> None:
+    _signal(rank, replicator_of, signal.SIGCONT)
 
 
 def stop_agent(rank: PeersRank) -> None:
-    """Stop (SIGSTOP) the agent of the rank's node; its replicator continues."""
-    agent = agent_of(rank.job, rank.job.node(rank.rank))
-    assert agent is not None
-    os.kill(agent, signal.SIGSTOP)
+    """Stop the agent of the rank's node; its replicator continues."""
+    _signal(rank, agent_of, signal.SIGSTOP)
 
 
 def stop_both(rank: PeersRank) -> None:
-    """Stop (SIGSTOP) agent and replicator of the rank's node."""
     stop_replicator(rank)
     stop_agent(rank)
 
@@ -322,18 +307,11 @@ def stop_both(rank: PeersRank) -> None:
 def continue_both(rank: PeersRank) -> None:
     """Continue both, and wait until the agent has handled its pending messages."""
     assert rank.session.agent_pid is None, "training no longer waits for it"
-    name = rank.job.node(rank.rank)
     continue_replicator(rank)
-    agent = agent_of(rank.job, name)
-    assert agent is not None
+    _signal(rank, agent_of, signal.SIGCONT)
     assert rank.job.run_dir is not None
-    os.kill(agent, signal.SIGCONT)
-    address = AgentAddress.of(rank.job.run_dir, name)
+    address = AgentAddress.of(rank.job.run_dir, rank.job.node(rank.rank))
     until(lambda: ask_status(address) is not None, "the agent answers")
-
-
-def continue_replicator(rank: PeersRank) -> None:
-    os.kill(replicator_of(rank.job, rank.job.node(rank.rank)), signal.SIGCONT)
 
 
 def revive_agents(lab: Lab, job: PeersJob) -> None:
@@ -448,15 +426,10 @@ def check_losses(attempt: PeersJob, expected: Sequence[Any]) -> None:
 def survives(
     lab: Lab, job: PeersJob, deaths: Sequence[killed_ranks.Death], *, protected_before: int | None = None
 ) -> PeersJob:
-    """Lose nodes one after another; each attempt resumes at the acknowledged step or later.
+    """Lose nodes, one death per attempt; each attempt resumes at the acknowledged step or later; returns the last one.
 
-    Args:
-        deaths: the deaths, one per attempt.
-        protected_before: steps before each death at which ranks wait until they are protected; None: they do not. A
-            node lost before all is protected again counts together with earlier ones.
-
-    Returns:
-        The last attempt.
+    `protected_before`: steps before each death at which ranks wait until they are protected; None: they do not. A node
+    lost before all is protected again counts together with earlier ones.
     """
     expected = killed_ranks.reference(lab, job)
     attempt, low, high = job, 0, 0

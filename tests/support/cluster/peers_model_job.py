@@ -35,21 +35,7 @@ from tests.support.cluster.peers_records import MemoryRooms
 
 
 class Job:
-    """Attempts of a job, and their events.
-
-    Args:
-        room: most messages in flight from one node to another.
-
-    Attributes:
-        seen: the newest watermark that the trainers of each node know of.
-        made: the newest record that each unit's trainers have committed.
-        staging: units that are filling the slot of the next one.
-        anew: units that begin a generation with it.
-        ordered: by node, the record whose state is to be copied.
-        whole: whether any m nodes could be lost at some time in this attempt.
-        emptied: nodes that have lost their memory since.
-        strayed: whether waiting was suspended at some time in this attempt.
-    """
+    """Attempts of a job, and their events; `room`: most messages in flight from one node to another."""
 
     def __init__(self, setting: Setting, room: int) -> None:
         self.setting = setting
@@ -95,11 +81,7 @@ class Job:
         return start[: record + 1] + (nonce,) * (record + 1 - len(start))
 
     def check_plan(self, found: RestoreRecord, places: dict[Unit, Node], promised: int = 0) -> None:
-        """Check that every unit gets the record as it was made, and the previous one if its step is repeated.
-
-        Args:
-            promised: the record that had to be available; 0: none.
-        """
+        """Check that every unit gets the record as it was made, and the previous one if its step is repeated."""
         right = self.right(found.history, found.record)
         fetched = {fetch.ranks for fetch in found.fetches}
         nodes = {node.name: node for node in places.values()}
@@ -184,7 +166,7 @@ class Job:
         """Carry out the plan on the nodes that hear of it."""
         going_on = isinstance(found, RestoreRecord)
         start = self.right(found.history, found.record) if going_on else (nonce,)
-        self.whole = False
+        self.whole = False  # whether any m nodes could be lost at some time in this attempt
         self.attempts[nonce] = found.timeline, start
         self.attempt, self.places = nonce, places
         self.history = (Branch(found.timeline, None),)
@@ -192,15 +174,15 @@ class Job:
             self.history = branch_off(found.history, found.record, found.timeline)
         record = found.record if going_on else None
         repeated = going_on and self.repeats(found, places)
-        self.strayed = False
+        self.strayed = False  # whether waiting was suspended at some time in this attempt
         names = [node.name for node in places.values()]
-        self.emptied = set()
-        self.seen = dict.fromkeys(names, record or 0)
-        #: By node: whether waiting is suspended there.
-        self.waits_suspended: dict[str, bool] = {}
-        self.made = dict.fromkeys(places, record or 0)
-        self.staging, self.anew = set(), set(places)
-        self.ordered = {}
+        self.emptied = set()  # nodes that have lost their memory since
+        self.seen = dict.fromkeys(names, record or 0)  # the newest watermark that the trainers of each node know of
+        self.waits_suspended: dict[str, bool] = {}  # by node
+        self.made = dict.fromkeys(places, record or 0)  # the newest record that each unit's trainers have committed
+        self.staging = set()  # units that are filling the slot of the next one
+        self.anew = set(places)  # units that begin a generation with it
+        self.ordered = {}  # by node, the record whose state is to be copied
         self.network = Network(names)
         self.job = replication.PeerJob(
             attempt=nonce,

@@ -55,29 +55,19 @@ class Line:
     def heard(self) -> dict[str, float | None]:
         return dict(self.heard_at)
 
-    def connect(self, peer: str, address: str) -> None:
-        pass
+    def connect(self, *_: object) -> None:
+        """Do nothing, as for an address, of which names are as good, and a poller."""
+
+    address_of = register = unregister = close = connect
 
     def hint(self, peer: str, address: str) -> None:
         self.hinted.add(peer)
-
-    def address_of(self, peer: str) -> None:
-        """Its names are its addresses."""
 
     def forget_peer(self, peer: str) -> None:
         self.forgotten.append(peer)
 
     def peers(self) -> dict[str, Any]:
         return {}
-
-    def close(self) -> None:
-        pass
-
-    def register(self, poller: object) -> None:
-        pass
-
-    def unregister(self, poller: object) -> None:
-        pass
 
 
 class Wire:
@@ -154,16 +144,8 @@ class Node:
 
     def put(self, owner: str, record: int, **other: Any) -> tuple[wire.Put, bytes]:
         rank = other.pop("rank", NODES.index(owner))
-        sealed = seal_stripe(
-            self.code,
-            b"data of " + owner.encode(),
-            generation="g" + owner,
-            owner=(rank,),
-            record=record,
-            stripe=0,
-            stripes=1,
-        )
-        fragment, payload = sealed[self.index(owner)]
+        place = {"generation": "g" + owner, "owner": (rank,), "record": record, "stripe": 0, "stripes": 1}
+        fragment, payload = seal_stripe(self.code, b"data of " + owner.encode(), **place)[self.index(owner)]
         return wire.Put(msgspec.structs.replace(fragment, **other), 100), bytes(payload)
 
     def keep(self, owner: str, record: int) -> list[wire.WireMessage]:

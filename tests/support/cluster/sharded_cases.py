@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from memckpt.config import MemckptConfig
 from tests.support.faults.frozen import freeze
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.engine_optimizers import Momentum
+from tests.support.trainings.engine_optimizers import Momentum, Own
 from tests.support.trainings.killed_ranks import Job, Rank, RankTraining, fresh_directory, noted
 
 #: Not divisible by four: the last of four ranks has less of the embedding and of each norm, and nothing of a bias of 5.
@@ -40,33 +40,22 @@ At = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Setup:
-    """Distribution of a training, and contents of its steps.
+    """Distribution of a training, and contents of its steps."""
 
-    Attributes:
-        kind: "fsdp" (FSDP2), "hsdp", "tp", "fsdp-tp", "ddp" or "plain" (one rank).
-        world_size: number of ranks; "hsdp" and "fsdp-tp" have a mesh of two by half of it.
-        optimizer: "adamw", "fused" (AdamW), "sgd" (momentum), "nesterov" (and foreach, which changes gradients in its
-            step), "muon" (requires whole matrices, with AdamW for the rest), "own" (user-defined, with plain values in
-            its state) or "lion" (user-defined, element-wise).
-        accumulate: micro-batches in a step; `sync_each`: gradients are reduced after each of them.
-        precision: precision of the computation; "bf16" reduces in fp32, "bf16-reduce" in bf16, too.
-        reshard: whether parameters are freed between forward and backward.
-        scaler: whether the loss is scaled; the gradients of one step overflow, on one rank.
-        table: whether there is a buffer too large to be copied with every record.
-        compiled: whether each block is compiled; a block in several graphs ends the training.
-    """
-
-    kind: str = "fsdp"
-    world_size: int = 2
+    kind: str = "fsdp"  # "fsdp" (FSDP2), "hsdp", "tp", "fsdp-tp", "ddp" or "plain" (one rank)
+    world_size: int = 2  # number of ranks; "hsdp" and "fsdp-tp" have a mesh of two by half of it
+    #: "adamw", "fused" (AdamW), "sgd" (momentum), "nesterov" (and foreach, which changes gradients in its step), "muon"
+    #: (requires whole matrices, with AdamW for the rest), "own" (user-defined, with plain values in its state) or
+    #: "lion" (user-defined, element-wise).
     optimizer: str = "adamw"
-    accumulate: int = 1
+    accumulate: int = 1  # micro-batches in a step; `sync_each`: gradients are reduced after each of them
     sync_each: bool = False
-    precision: str = ""
-    reshard: bool = True
+    precision: str = ""  # precision of the computation; "bf16" reduces in fp32, "bf16-reduce" in bf16, too
+    reshard: bool = True  # whether parameters are freed between forward and backward
     offload: bool = False
-    scaler: bool = False
-    table: bool = False
-    compiled: bool = False
+    scaler: bool = False  # whether the loss is scaled; the gradients of one step overflow, on one rank
+    table: bool = False  # whether there is a buffer too large to be copied with every record
+    compiled: bool = False  # whether each block is compiled; a block in several graphs ends the training
 
     @property
     def name(self) -> str:
@@ -83,23 +72,17 @@ def named(value: Any) -> str | None:
     return value.name if isinstance(value, Setup) else None
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(Own):
     """A user-defined element-wise optimizer that is no torch class."""
 
     def __init__(self, params: Iterable[Any]) -> None:
-        super().__init__(params, {"lr": 0.003, "weight_decay": 0.0})
+        super().__init__(params, 0.003, weight_decay=0.0)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                average = state.setdefault("exp_avg", torch.zeros_like(param))
-                param.mul_(1 - group["lr"] * group["weight_decay"])
-                param.add_(average.lerp(param.grad, 0.1).sign_(), alpha=-group["lr"])
-                average.lerp_(param.grad, 0.01)
+    def step_one(self, param: Any, group: dict[str, Any]) -> None:
+        average = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
+        param.mul_(1 - group["lr"] * group["weight_decay"])
+        param.add_(average.lerp(param.grad, 0.1).sign_(), alpha=-group["lr"])
+        average.lerp_(param.grad, 0.01)
 
 
 class Attention(nn.Module):
@@ -367,15 +350,11 @@ UNCHECKED = (
 
 @dataclass(frozen=True)
 class ShardedJob(Job):
-    """One attempt of a sharded training.
-
-    Attributes:
-        declare: whether parameters that tensor parallelism leaves alone are declared replicated.
-    """
+    """One attempt of a sharded training."""
 
     nodes: int = 1
     setup: Setup = Setup()
-    declare: bool = True
+    declare: bool = True  # whether parameters that tensor parallelism leaves alone are declared replicated
 
     @property
     def world_size(self) -> int:
@@ -408,9 +387,8 @@ def job_of(lab: Lab, setup: Setup, config: MemckptConfig | None, **settings: Any
 def check_verdict(attempt: Job, ahead: bool = False) -> set[str]:
     """Check that all ranks report an equal repeated step, or none for a valid reason; returns their reports.
 
-    Args:
-        ahead: whether the dead attempt was as far ahead of its peers as it may be, or does not wait for them: the
-            record before the resumed one may have given its slot away.
+    `ahead`: the dead attempt was as far ahead of its peers as it may be, or does not wait for them. The record before
+    the resumed one may have given its slot away.
     """
     verdicts = {(each["verdict"], each["line"]) for rank in noted(attempt, "checked") for each in rank}
     if attempt.config is None or not attempt.config.replays:

@@ -60,16 +60,11 @@ def grid(shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> list[Box]:
 
 def rows(count: int) -> dict[str, list[Box]]:
     """Each tensor cut along its first dimension as FSDP2 does it; the last units may get empty shards."""
-    found = {}
-    for name, shape in WHOLE.items():
-        if not shape:
-            found[name] = [Box((), ())] * count
-            continue
-        size = -(-shape[0] // count)
-        starts = [min(index * size, shape[0]) for index in range(count)]
-        found[name] = [
-            Box((start, *[0] * (len(shape) - 1)), (min(size, shape[0] - start), *shape[1:])) for start in starts
-        ]
+    found = {name: [Box((), ())] * count for name in WHOLE}
+    for name, (length, *rest) in ((name, shape) for name, shape in WHOLE.items() if shape):
+        size = -(-length // count)
+        starts = [min(index * size, length) for index in range(count)]
+        found[name] = [Box((start, *[0] * len(rest)), (min(size, length - start), *rest)) for start in starts]
     return found
 
 
@@ -78,12 +73,9 @@ class Unit:
 
     def __init__(self, index: int, boxes: Mapping[str, Box] | None, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.index = index
-        self.boxes = boxes
-        self.tensors: dict[str, torch.Tensor] = {}
-        for name, shape in WHOLE.items():
-            whole = torch.randn(shape, generator=generator)
-            self.tensors[name] = boxes[name].of(whole).clone() if boxes is not None else whole
+        self.index, self.boxes = index, boxes
+        wholes = {name: torch.randn(shape, generator=generator) for name, shape in WHOLE.items()}
+        self.tensors = {name: self.piece(name, whole) for name, whole in wholes.items()}
         self.tensors["scale"] = torch.full(PLAIN["scale"], float(index + 1))
         self.params = {name: torch.nn.Parameter(self.tensors[name]) for name in PARAMS}
         self.tensors |= {name: param.detach() for name, param in self.params.items()}
@@ -106,7 +98,7 @@ class Unit:
 
     def values(self) -> dict[str, tuple[str, torch.Tensor]]:
         """Tensors and state tensors by name, with the name of the tensor that each belongs to."""
-        values: dict[str, tuple[str, torch.Tensor]] = {name: (name, value) for name, value in self.tensors.items()}
+        values = {name: (name, value) for name, value in self.tensors.items()}
         for name, param in self.params.items():
             values |= {f"{name}.{key}": (name, value) for key, value in self.optimizer.state[param].items()}
         return values
@@ -155,19 +147,15 @@ def spec_of(
 
 @dataclass
 class Stored:
-    """The training's states.
-
-    Attributes:
-        wholes: by record, every tensor and every state tensor, whole; plain ones are those of the first unit.
-        plains: plain tensors by record and unit.
-        units: the units at the end.
-    """
+    """The training's states."""
 
     store: Store
     world_size: int
+    #: By record, every tensor and every state tensor, whole; plain ones are those of the first unit.
     wholes: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    #: Plain tensors by record and unit.
     plains: dict[tuple[int, int], dict[str, torch.Tensor]] = field(default_factory=dict)
-    units: list[Unit] = field(default_factory=list)
+    units: list[Unit] = field(default_factory=list)  # the units at the end
 
     def point(self, record: int) -> StoredPoint:
         return next(one for one in stored_points(read_catalog(self.store), also=record) if one.record == record)
@@ -188,42 +176,40 @@ def train(
     timeline: Timeline = TIMELINE,
     keep_last: int = 99,
 ) -> Stored:
-    """Train, write a checkpoint after `base_at`, and log the records up to `last`. Each rank is its own node.
+    """Train, write a checkpoint after `base_at`, and log the records up to `last`.
 
-    Args:
-        boxes: for each tensor the shard of each unit; None: one unit that has all.
-        units, copies: rank `r` holds the shards of unit `r % units`.
+    Each rank is its own node, and holds the shards (by tensor, of each unit) of unit `rank % units`.
     """
     job = Stored(store, units * copies)
     for index in range(units):
         job.units.append(Unit(index, None if boxes is None else {name: each[index] for name, each in boxes.items()}, 7))
-    batches: dict[int, list[FileTensor]] = {rank: [] for rank in range(job.world_size)}
+    holders = [(rank, job.units[rank % units]) for rank in range(job.world_size)]
+    logged: dict[int, list[FileTensor]] = {rank: [] for rank, _ in holders}
     for record in range(1, last + 1):
+        gradients = {unit.index: unit.step(record) for unit in job.units}
+        if record < base_at:
+            continue
+        job.wholes[record] = _whole(job)
         for unit in job.units:
-            gradients = unit.step(record)
-            for rank in _ranks(job, unit):
-                batches[rank] += _logged(job, unit, rank, record, gradients) if record > base_at else []
-        if record >= base_at:
-            job.wholes[record] = _whole(job)
-            for unit in job.units:
-                job.plains[record, unit.index] = {
-                    name: value.clone() for name, (whole, value) in unit.values().items() if whole in PLAIN
-                }
-        if record == base_at:
-            for unit in job.units:
-                for rank in _ranks(job, unit):
-                    write_part(job, unit, rank, record, timeline, keep_last)
-    for rank, tensors in batches.items():
-        unit = job.units[rank % units]
-        spec = _spec(job, unit, rank)
-        batch = Batch(
-            timeline=timeline, first=base_at + 1, last=last,
-            steps=tuple(range(base_at + 1, last + 1)), follows=timeline, world_size=job.world_size, ranks=(rank,),
-            node=f"n{rank}", full=spec.full, created=0.0, content=spec.content(), serves=spec.serves,
-        )  # fmt: skip
-        if tensors:
-            write_batch(store, batch, tensors)
+            plain = {name: value.clone() for name, (whole, value) in unit.values().items() if whole in PLAIN}
+            job.plains[record, unit.index] = plain
+        for rank, unit in holders:
+            if record == base_at:
+                write_part(job, unit, rank, record, timeline, keep_last)
+            else:
+                logged[rank] += _logged(job, unit, rank, record, gradients[unit.index])
+    steps = tuple(range(base_at + 1, last + 1))
+    for rank, unit in holders if steps else ():
+        settings: dict[str, Any] = {"first": steps[0], "last": last, "steps": steps, "follows": timeline}
+        write_batch(store, Batch(**settings, **_place(job, unit, rank, timeline)), logged[rank])
     return job
+
+
+def _place(job: Stored, unit: Unit, rank: int, timeline: Timeline) -> dict[str, Any]:
+    """What a rank's parts and batches say of it."""
+    spec = _spec(job, unit, rank)
+    found = {"timeline": timeline, "world_size": job.world_size, "ranks": (rank,), "node": f"n{rank}", "created": 0.0}
+    return {**found, "full": spec.full, "content": spec.content(), "serves": spec.serves}
 
 
 def _ranks(job: Stored, unit: Unit) -> tuple[int, ...]:
@@ -244,10 +230,7 @@ def write_part(job: Stored, unit: Unit, rank: int, record: int, timeline: Timeli
     layout = Layout(spec)
     state = Region.create("test-state", layout.copy_bytes)
     static = Region.create("test-static", layout.static_bytes)
-    part = Part(
-        timeline=timeline, record=record, step=record, world_size=job.world_size, ranks=(rank,),
-        node=f"n{rank}", full=spec.full, created=0.0, content=spec.content(), serves=spec.serves,
-    )  # fmt: skip
+    part = Part(record=record, step=record, **_place(job, unit, rank, timeline))
     try:
         for views, tensors in (
             (state_tensors(layout, state.map, static.map, ()), _named(spec, unit)),
@@ -270,13 +253,12 @@ def write_part(job: Stored, unit: Unit, rank: int, record: int, timeline: Timeli
 
 
 def _named(spec: StateSpec, unit: Unit) -> dict[str, torch.Tensor]:
-    names = StoredNames(spec)
-    tensors = {names.tensor(one): unit.tensors[one.name] for one in spec.static}
+    names, values = StoredNames(spec), unit.values()
+    described = [*spec.static, *(param.tensor for param in spec.params)]
+    tensors = {names.tensor(one): unit.tensors[one.name] for one in described}
     for param in spec.params:
-        tensors[names.tensor(param.tensor)] = unit.tensors[param.tensor.name]
         for state in param.owners[0].state:
-            value = unit.optimizer.state[unit.params[param.tensor.name]][state.key]
-            tensors[names.state(param, 0, state)] = value
+            tensors[names.state(param, 0, state)] = values[f"{param.tensor.name}.{state.key}"][1]
     return tensors
 
 
@@ -295,17 +277,13 @@ def _logged(job: Stored, unit: Unit, rank: int, record: int, gradients: Mapping[
         found[meta_name(record)] = _bytes(encode_meta(RecordMeta(record, record - 1, False, (sub_step,))))
         found |= {gradient_name(record, sub_step, name): value for name, value in gradients.items()}
     return [
-        FileTensor(name, dtype_name(value.dtype), tuple(value.shape), memoryview(_data(value)))
+        FileTensor(name, dtype_name(value.dtype), tuple(value.shape), memoryview(value.numpy().tobytes()))
         for name, value in found.items()
     ]
 
 
 def _bytes(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _data(value: torch.Tensor) -> bytes:
-    return value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _whole(job: Stored) -> dict[str, torch.Tensor]:
@@ -326,15 +304,10 @@ def _whole(job: Stored) -> dict[str, torch.Tensor]:
 
 @dataclass
 class Live:
-    """A rank that restores.
+    """A rank that restores."""
 
-    Attributes:
-        tensors: tensors by name; DTensors or plain ones.
-        optimizers: optimizers of the parameters among them.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    optimizers: list[Optimizer]
+    tensors: dict[str, torch.Tensor]  # tensors by name; DTensors or plain ones
+    optimizers: list[Optimizer]  # optimizers of the parameters among them
 
     @classmethod
     def of(cls, tensors: dict[str, torch.Tensor]) -> Live:

@@ -58,11 +58,9 @@ def spec_of(local_ranks: tuple[int, ...] = (0,), world_size: int | None = None, 
 
 
 class Filled:
-    """A generation as trainers fill it. :meth:`close` it, unless the agent's parts have.
+    """A generation as trainers fill it, after the record `base`. :meth:`close` it, unless the agent's parts have.
 
-    Args:
-        base: record after which it begins.
-        offset: difference between the framework's steps and the records.
+    `offset`: difference between the framework's steps and the records.
     """
 
     def __init__(self, number: int = 1, spec: StateSpec | None = None, base: int = 0, offset: int = 0) -> None:
@@ -120,19 +118,13 @@ class Steps(Attempt):
 
 @dataclass
 class Process:
-    """Stand-in for a writer process: keeps its messages.
+    """Stand-in for a writer process: keeps its messages."""
 
-    Attributes:
-        received, ended: callbacks for its answers, and for the reason of its end.
-        closed: whether it has been ended.
-        broken: whether nothing can be sent to it.
-    """
-
-    received: Callable[[Any], None] = lambda message: None
-    ended: Callable[[str], None] = lambda reason: None
+    received: Callable[[Any], None] = lambda message: None  # gets its answers
+    ended: Callable[[str], None] = lambda reason: None  # gets the reason of its end
     sent: deque[Any] = field(default_factory=deque)
     closed: bool = False
-    broken: bool = False
+    broken: bool = False  # nothing can be sent to it
 
     def send(self, message: Message, fds: Sequence[int]) -> None:
         if self.broken or self.closed:

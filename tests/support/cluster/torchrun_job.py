@@ -26,6 +26,7 @@ from lightning_memckpt import MemCheckpoint
 from memckpt.config import AgentConfig, MemckptConfig
 from memckpt.processes.address import NODE_VARIABLE
 from memckpt_run import recording
+from tests.support.faults.frozen import freeze
 
 EPOCHS = 3
 
@@ -82,13 +83,8 @@ def main() -> None:
     died = len(list(Path(directory).glob("died-*")))
     net = Net(deaths[died:], Path(directory) / f"died-{died}")
     trainer.fit(net, DataLoader(data, batch_size=4, shuffle=True))
-    state = {name: tensor.numpy().tobytes() for name, tensor in net.state_dict().items()}
-    moments = {
-        f"{index}.{key}": value.numpy().tobytes()
-        for index, values in trainer.optimizers[0].state_dict()["state"].items()
-        for key, value in values.items()
-    }
-    found = {"state": state, "optimizer": moments, "rng": torch.get_rng_state().numpy().tobytes(), "losses": net.losses}
+    optimizer, rng = freeze(trainer.optimizers[0].state_dict()), freeze(torch.get_rng_state())
+    found = {"state": freeze(net.state_dict()), "optimizer": optimizer, "rng": rng, "losses": net.losses}
     (Path(directory) / f"{kind}-{rank}").write_bytes(pickle.dumps(found))
 
 

@@ -17,20 +17,13 @@ from memckpt.storage.local_store import LocalStore
 class LimitedDisk:
     """Limits all LocalStores of this process while `monkeypatch` is in effect.
 
-    Args:
-        root: directory of the stores; files below it count.
-        counted: whether the disk reports its free bytes; one with a quota does not.
-
-    Attributes:
-        room: bytes that files below `root` may take; None: unlimited.
-        written: bytes written since the disk was made.
-        refused: number of failed writes.
+    `counted`: the disk reports its free bytes; one with a quota does not.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path, counted: bool = True) -> None:
         self.root = root
-        self.room: int | None = None
-        self.written = self.refused = 0
+        self.room: int | None = None  # bytes that files below `root` may take; None: unlimited
+        self.written = self.refused = 0  # bytes since the disk was made, and failed writes
         begin = LocalStore._open_partial
 
         @contextlib.contextmanager
@@ -66,8 +59,5 @@ class _Limited:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return fits
 
-    def flush(self) -> None:
-        self._file.flush()
-
-    def fileno(self) -> int:
-        return self._file.fileno()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)

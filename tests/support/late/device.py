@@ -34,11 +34,7 @@ class UnavailableError(Exception):
 
 
 def library() -> Path:
-    """The built device; takes about half a minute when torch or the sources have changed.
-
-    Raises:
-        UnavailableError: there is no C++ compiler, or torch is older than what the sources are written for.
-    """
+    """The built device; takes about half a minute when torch or the sources have changed."""
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13):
         raise UnavailableError(f"the late device is written for torch 2.13, found {torch.__version__}")
     compiler = shutil.which("c++")
@@ -169,11 +165,7 @@ def take_waits() -> dict[str, int]:
 
 @contextlib.contextmanager
 def no_waits() -> Iterator[None]:
-    """Raise where the host waits without asking to, as ``set_sync_debug_mode`` does, and at the end if it has asked.
-
-    Raises:
-        AssertionError: the main thread has waited for a stream, an event or the device.
-    """
+    """Raise where the host waits without asking to, as ``set_sync_debug_mode`` does, and at the end if it has asked."""
     take_waits()
     torch.ops.late.forbid_waits(True)
     try:

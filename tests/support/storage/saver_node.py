@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, cast
+from typing import Any
 
+from memckpt.agent.group_host import Host, Siblings
 from memckpt.agent.saving.saver import Saver
 from memckpt.config import StorageConfig
-from memckpt.journal.events import AnyEvent
 from memckpt.memory.redo_news import RedoNews
-from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.channel import Message
 from memckpt.protocol.storing import CopyRankPart, RankPartCopied, Save, Saved, SaveFailed
 from memckpt.protocol.trainer import Configure
@@ -20,27 +19,18 @@ from tests.support.cluster.storage_node import Clock, Filled, Process, RecordsPr
 T1 = Timeline(1, "a")
 
 
-class Node:
-    """An agent's saver, the trainers that it orders about, and its processes.
-
-    Attributes:
-        orders: for copies, as trainers got them.
-        told: what else trainers were told.
-        news: of threads, for the event loop.
-        failures: how often the agent heard that what was last to be written could not be.
-        checkpoints, records: the processes that were started, the newest last.
-    """
+class Node(Host, Siblings):
+    """An agent's saver, the trainers that it orders about, and its processes."""
 
     def __init__(self, directory: Path, clock: Clock, filled: Filled | None = None, **settings: Any) -> None:
         self._directory, self.clock, self.filled = directory, clock, filled or Filled()
-        self.orders: list[CopyRankPart] = []
-        self.told: list[Message] = []
-        self.checkpoints: list[Process] = []
+        self.orders: list[CopyRankPart] = []  # for copies, as trainers got them
+        self.told: list[Message] = []  # what else trainers were told
+        self.checkpoints: list[Process] = []  # processes that were started, the newest last
         self.records: list[RecordsProcess] = []
-        self.news: SimpleQueue[RedoNews] = SimpleQueue()
-        self.failures = 0
-        host: Any = self
-        self.saver = Saver("n", (0,), host, host)
+        self.news: SimpleQueue[RedoNews] = SimpleQueue()  # of threads, for the event loop
+        self.failures = 0  # how often the agent heard that what was last to be written could not be
+        self.saver = Saver("n", (0,), self, self)
         self.attempt = Steps("n", self.held.spec.world_size, self.held.spec.local_ranks)
         self.config = StorageConfig(**settings)
         self.begin_attempt(T1)
@@ -54,28 +44,22 @@ class Node:
 
     # What the agent does for it
 
-    def tell_ranks(self, ranks: RankGroup, message: Message, fd: int | None = None) -> None:
+    def tell_ranks(self, ranks: RankGroup, message: Any, *, besides: int | None = None, fd: int | None = None) -> None:
         if fd is None:
             self.told.append(message)
         else:
             assert isinstance(message, CopyRankPart)
             self.orders.append(message)
 
-    def note_event(self, event: AnyEvent) -> None: ...
-
     def notify(self, ranks: RankGroup, message: RedoNews) -> None:
         self.news.put(message)
 
-    def announce(self, ranks: RankGroup, record: int) -> None: ...
-
-    def hurry(self, lead: int) -> None: ...
-
-    def start_writer(self, kind: str, received: Any, ended: Any) -> HelperProcess:
+    def start_writer(self, kind: str, received: Any, ended: Any) -> Any:
         if kind == "record":
             self.records.append(RecordsProcess(received, ended))
-            return cast("HelperProcess", self.records[-1])
+            return self.records[-1]
         self.checkpoints.append(Process(received, ended))
-        return cast("HelperProcess", self.checkpoints[-1])
+        return self.checkpoints[-1]
 
     def checkpoint_failed(self) -> None:
         self.failures += 1

@@ -13,12 +13,13 @@ import select
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -46,17 +47,14 @@ LAUNCHER_SECONDS = 20
 
 @dataclass(frozen=True)
 class Death:
-    """A death: who, and where.
+    """A death: who, and where."""
 
-    Attributes:
-        who: a rank, "all" (ranks), "agent" (of rank 0's node), "agents" (of all nodes), or names of nodes, separated by
-            commas: each with its ranks and its agent.
-        place: "forward", "backward", "reduced" (gradients are clipped), "in step" (between two groups of the
-            optimizer's step), "stepped", "in commit" or "committed".
-    """
-
+    #: A rank, "all" (ranks), "agent" (of rank 0's node), "agents" (of all nodes), or names of nodes, separated by
+    #: commas: each with its ranks and its agent.
     who: int | str
     step: int
+    #: "forward", "backward", "reduced" (gradients are clipped), "in step" (between two groups of the optimizer's step),
+    #: "stepped", "in commit" or "committed".
     place: str = "forward"
 
     @property
@@ -68,9 +66,9 @@ class Death:
 class RankTraining:
     """What a rank trains: `model` and `optimizers`, and, where they matter, the attributes below."""
 
-    registered: dict[str, Any] = {}  # noqa: RUF012
-    attach_arguments: dict[str, Any] = {}  # noqa: RUF012
-    commit_arguments: dict[str, Any] = {}  # noqa: RUF012
+    registered: ClassVar[dict[str, Any]] = {}
+    attach_arguments: ClassVar[dict[str, Any]] = {}
+    commit_arguments: ClassVar[dict[str, Any]] = {}
     #: The session that protects it, if there is one.
     session: memckpt.Session | None = None
     model: Any
@@ -97,38 +95,25 @@ class RankTraining:
 
 @dataclass(frozen=True)
 class Job:
-    """One attempt.
+    """One attempt."""
 
-    Attributes:
-        directory: directory for its results; a new one for each attempt.
-        run_dir: run directory; None to train without memckpt.
-        number: number of the attempt, which launchers count.
-        nodes: number of nodes over which the ranks are spread evenly; 0: all are on the test's own.
-        deaths: the planned deaths.
-        launcher: whether the others are killed as soon as one has died, as launchers do; else they find out.
-        hang: the rank that stays alive, stuck, when another one has died.
-        wait_at: step after which ranks wait until something is in storage.
-        log: whether ranks wait at each step until its record has been taken for the log.
-        prepare: called in each rank before it attaches, to patch code for a test.
-        each_step: called in each rank before each step.
-        device: "cpu", or "late", of which all ranks have the first one in a process of its own.
-    """
-
-    directory: Path
-    run_dir: Path | None
+    directory: Path  # directory for its results; a new one for each attempt
+    run_dir: Path | None  # run directory; None to train without memckpt
     config: MemckptConfig | None = None
-    number: int = 0
-    nodes: int = 0
-    deaths: Sequence[Death] = ()
-    launcher: bool = False
-    hang: int | None = None
-    wait_at: int | None = None
-    log: bool = False
-    prepare: Callable[[int], None] | None = None
-    each_step: Callable[[Any, int], None] | None = None
+    number: int = 0  # number of the attempt, which launchers count
+    nodes: int = 0  # number of nodes over which the ranks are spread evenly; 0: all are on the test's own
+    deaths: Sequence[Death] = ()  # the planned deaths
+    launcher: bool = False  # whether the others are killed as soon as one has died, as launchers do; else they find out
+    hang: int | None = None  # the rank that stays alive, stuck, when another one has died
+    wait_at: int | None = None  # step after which ranks wait until something is in storage
+    log: bool = False  # whether ranks wait at each step until its record has been taken for the log
+    prepare: Callable[[int], None] | None = None  # called in each rank before it attaches, to patch code for a test
+    each_step: Callable[[Any, int], None] | None = None  # called in each rank before each step
     last_step: int = 10
     resume: Any = None
-    device: str = "cpu"
+    device: str = "cpu"  # "cpu", or "late", of which all ranks have the first one in a process of its own
+    #: Fields of which the next attempt has the defaults.
+    once: ClassVar[tuple[str, ...]] = ("deaths", "hang", "wait_at", "log", "prepare")
 
     @property
     def world_size(self) -> int:
@@ -145,11 +130,13 @@ class Job:
 
     def undisturbed(self, directory: Path) -> Job:
         """The same training without memckpt and deaths."""
-        calm: dict[str, Any] = {"number": 0, "nodes": 0, "deaths": (), "hang": None, "wait_at": None, "log": False}
-        calm |= {"run_dir": None, "launcher": False, "prepare": None, "resume": None}
         compression = self.config.compression if self.config is not None else None
         config = None if compression is None else MemckptConfig(compression=compression)
-        return replace(self, directory=directory, config=config, **calm)
+        calm = self.defaults("number", "nodes", "launcher", "resume", *self.once)
+        return replace(self, directory=directory, run_dir=None, config=config, **calm)
+
+    def defaults(self, *names: str) -> dict[str, Any]:
+        return {each.name: each.default for each in fields(self) if each.name in names}
 
     def problem(self, attempts: Sequence[Job], died: bool, reasons: Sequence[str]) -> str:
         """Why the resume of the last of these attempts is unproved; empty if it is not."""
@@ -283,27 +270,24 @@ class Rank:
         if job.prepare is not None:
             job.prepare(self.rank)
         start = self._attach(training)
-        with _between_groups(lambda: self.at("in step")):
-            for self.step in range(start, job.last_step):
-                if job.each_step is not None:
-                    job.each_step(training, self.step)
-                self.losses[self.step] = self._train_step(training)
-                self.at("stepped")
-                if self.session is not None:
-                    assert commit(self.journal, self.session, self.step, **training.commit_arguments)
-                self._note_committed()
-                training.committed(self)
-                self.at("committed")
-                if self.step == (job.wait_at or 0) - 4:
-                    self._await_order()
-                if self.step == job.wait_at:
-                    self._await_storage()
-        found = {
-            "state": training.local_state(),
-            "full": training.full_state(),
-            "losses": self.losses,
-            "resumed": self.resumed,
-        }
+        for kind in (torch.optim.Adam, torch.optim.SGD):
+            _watch_groups(kind, lambda: self.at("in step"))
+        for self.step in range(start, job.last_step):
+            if job.each_step is not None:
+                job.each_step(training, self.step)
+            self.losses[self.step] = self._train_step(training)
+            self.at("stepped")
+            if self.session is not None:
+                assert commit(self.journal, self.session, self.step, **training.commit_arguments)
+            self._note_committed()
+            training.committed(self)
+            self.at("committed")
+            if self.step == (job.wait_at or 0) - 4:
+                self._await_order()
+            if self.step == job.wait_at:
+                self._await_storage()
+        found = {"state": training.local_state(), "full": training.full_state()}
+        found |= {"losses": self.losses, "resumed": self.resumed}
         (job.directory / f"result-{self.rank}").write_bytes(pickle.dumps(found))
         if self.session is not None:
             self.session.close()
@@ -352,26 +336,16 @@ class Rank:
                 dist.barrier()  # all must know before one continues and kills the agent
 
 
-@contextlib.contextmanager
-def _between_groups(at: Callable[[], None]) -> Iterator[None]:
+def _watch_groups(kind: Any, at: Callable[[], None]) -> None:
     """Call `at` when an optimizer's step has changed its first group and not yet the second one."""
-    originals = {kind: kind.__dict__["_init_group"] for kind in (torch.optim.Adam, torch.optim.SGD)}
+    original = kind.__dict__["_init_group"]
 
-    def watched(original: Any) -> Any:
-        def init_group(optimizer: Any, group: Any, *rest: Any) -> Any:
-            if group is optimizer.param_groups[-1] and len(optimizer.param_groups) > 1:
-                at()
-            return original(optimizer, group, *rest)
+    def init_group(optimizer: Any, group: Any, *rest: Any) -> Any:
+        if group is optimizer.param_groups[-1] and len(optimizer.param_groups) > 1:
+            at()
+        return original(optimizer, group, *rest)
 
-        return init_group
-
-    for kind, original in originals.items():
-        kind._init_group = watched(original)
-    try:
-        yield
-    finally:
-        for kind, original in originals.items():
-            kind._init_group = original
+    kind._init_group = init_group
 
 
 def train(job: Job, rank: int) -> None:
@@ -395,10 +369,8 @@ def run_ranks(
 ) -> list[Child]:
     """Run one attempt to its end: `body` in each rank, with its number. Repeated where ranks did not find each other.
 
-    Args:
-        directory: has the store of the process group, and what ranks leave; emptied before it is repeated.
-        patience, limit: as for :func:`wait`.
-        hangs: a rank that is left alive.
+    `directory` has the store of the process group, and what ranks leave; it is emptied before a repetition. `hangs`: a
+    rank that is left alive.
     """
     for _ in range(TRIES):
         children = [lab.fork(partial(body, rank), f"{name}{rank}") for rank in range(ranks)]
@@ -413,14 +385,9 @@ def run_ranks(
 
 
 def wait(ranks: Sequence[Child], patience: float = 0.0, limit: float = 3 * CHILD_SECONDS) -> list[int]:
-    """The ranks' exit codes.
+    """The ranks' exit codes; from one end to the next are at most `limit` seconds.
 
-    Args:
-        patience: seconds that ranks have to notice that one has died, before they are killed, as launchers do.
-        limit: seconds from one end to the next.
-
-    Raises:
-        TimeoutError: ranks live on.
+    `patience`: seconds that ranks have to notice that one has died, before they are killed, as launchers do.
     """
     running = {child._handle: child for child in ranks}
     failed = False
@@ -451,8 +418,8 @@ def fresh_directory(lab: Lab) -> Path:
 
 def next_attempt(lab: Lab, job: AnyJob, **changes: Any) -> AnyJob:
     """The attempt that follows one that has died: without deaths and waits, in a directory of its own."""
-    planned: dict[str, Any] = {"deaths": (), "hang": None, "wait_at": None, "log": False, "prepare": None}
-    return replace(job, **{**planned, "directory": fresh_directory(lab), "number": job.number + 1, **changes})
+    planned = {**job.defaults(*job.once), "directory": fresh_directory(lab), "number": job.number + 1, **changes}
+    return replace(job, **planned)
 
 
 def logs(lab: Lab) -> str:
@@ -485,15 +452,9 @@ def reference(lab: Lab, job: Job) -> list[Any]:
     return found
 
 
-@contextlib.contextmanager
-def node(name: str | None) -> Iterator[None]:
-    """Be on a node; None: on the test's own."""
-    before = os.environ[NODE_VARIABLE]
-    os.environ[NODE_VARIABLE] = before if name is None else name
-    try:
-        yield
-    finally:
-        os.environ[NODE_VARIABLE] = before
+def node(name: str | None) -> Any:
+    """A context in which this process is on a node; None: on the test's own."""
+    return mock.patch.dict(os.environ, {} if name is None else {NODE_VARIABLE: name})
 
 
 def start_agents(lab: Lab, job: Job) -> list[Child]:
@@ -520,12 +481,7 @@ def check_same(found: Sequence[Any], expected: Sequence[Any], resumed: int | Non
 
 
 def check_verdicts(attempts: Sequence[Job], died: bool = False, reasons: Sequence[str] = ()) -> None:
-    """Check that all ranks of the last attempt report an equal repeated step, or none for a valid reason.
-
-    Args:
-        attempts: attempts of one run, in order.
-        died, reasons: as for :func:`why_unproved`.
-    """
+    """Check that all ranks of a run's last attempt report an equal repeated step, or none for a valid reason."""
     problem = attempts[-1].problem(attempts, died, reasons)
     assert not problem, f"attempt {attempts[-1].number}: {problem}"
 
@@ -535,12 +491,8 @@ def survives(
 ) -> AnyJob:
     """Check that each attempt ends as planned, the next one resumes where it must, and the last result is right.
 
-    Args:
-        resumed: step at which each next attempt resumes; None: no step that all ranks have committed is lost.
-        unchecked: reasons for which the last resume may be unproved.
-
-    Returns:
-        The last attempt.
+    `resumed`: step at which each next attempt resumes; None: no step that all ranks have committed is lost.
+    `unchecked`: reasons for which the last resume may be unproved. The last attempt is returned.
     """
     expected = reference(lab, job)
     if job.config is not None and job.config.redo == "eager":
