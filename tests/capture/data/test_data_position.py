@@ -30,6 +30,7 @@ from tests.support.trainings.data_jobs import (
     PERSISTENT,
     TWO,
     Job,
+    Tamper,
     Trainer,
     each_kind_of_workers,
     in_child,
@@ -456,3 +457,93 @@ def test_arrays_may_come_into_what_a_sampler_keeps(array: Any) -> None:
     sampler.kept[1] = array
     data.position(loader)
     assert "loader.sampler.kept changes, and is not carried" in (data.unreplayable(loader) or "")
+
+
+@each_kind_of_workers
+@pytest.mark.parametrize("name", ["shuffle", "iterable"])
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_batches_a_wrapper_holds_are_handed_out_again(ahead: int, name: str, workers: Workers, tmp_path: Path) -> None:
+    """Without workers the augmentation of those is not the same: they are loaded at another time."""
+
+    def indices(batch: Any) -> Any:
+        return batch[0].tolist() if workers == NONE else repr(batch)
+
+    def start() -> tuple[dict[str, Any], list[Any]]:
+        torch.manual_seed(1)
+        loader = make(name, workers)
+        data.graft(loader)
+        iterator = iter(loader)
+        for _ in range(4):
+            next(iterator)
+        return data.position(loader, ahead=ahead), [indices(batch) for batch in iterator]
+
+    def again(position: dict[str, Any]) -> list[Any]:
+        loader = make(name, workers)
+        data.graft(loader)
+        data.resume(loader, position)
+        return [indices(batch) for batch in loader]
+
+    position, rest = in_child(tmp_path / "result", start)
+    repeated = in_child(tmp_path / "result", lambda: again(position))
+    assert len(repeated) == ahead + len(rest)
+    assert repeated[ahead:] == rest
+
+
+# -- each of these takes one thing out of the resume; the oracle above has to notice
+
+
+def _other_phase() -> dict[str, Any]:
+    with rng.preserved():
+        torch.rand(7), random.random(), np.random.rand()
+        return {"global": rng.capture(), "own": {"generators": {}, "attributes": {}}}
+
+
+def _without_global_generators(state: dict[str, Any]) -> None:
+    state["rng"] = None
+
+
+def _without_construction(state: dict[str, Any]) -> None:
+    state["position"]["pass"]["construction"] = _other_phase()
+
+
+def _without_worker_states(state: dict[str, Any]) -> None:
+    state["position"]["pass"]["worker_states"] = {}
+
+
+def _without_own_state(state: dict[str, Any]) -> None:
+    state["position"]["own"] = {"generators": {}, "attributes": {}}
+
+
+def _without_dispatched_ahead(state: dict[str, Any]) -> None:
+    current = state["position"]["pass"]
+    current.update(dispatched=current["batches"], dispatched_digest=current["digest"], sampler_ended=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "limit", "kill_at", "tamper"),
+    [
+        ("shuffle", NONE, None, 3, _without_global_generators),
+        ("shuffle", TWO, None, 3, _without_worker_states),
+        ("shuffle", TWO, None, 3, _without_global_generators),
+        ("shuffle", TWO, None, 1, _without_construction),
+        ("shuffle", PERSISTENT, 3, 1, _without_construction),
+        ("random-object", TWO, None, 3, _without_dispatched_ahead),
+        ("own-generator", NONE, None, 3, _without_own_state),
+        ("random-object", NONE, None, 3, _without_own_state),
+        ("epoch-counter", NONE, 3, 3, _without_own_state),
+    ],
+)
+def test_negative_control(
+    name: str, workers: Workers, limit: int | None, kill_at: int, tamper: Tamper, tmp_path: Path
+) -> None:
+    job = Job(lambda: make(name, workers), tmp_path, epochs=2, limit=limit, tamper=tamper)
+    assert job.chain([kill_at]) != job.uninterrupted()
+
+
+def test_negative_control_of_the_sampler_start(tmp_path: Path) -> None:
+    def _without_sampler_start(state: dict[str, Any]) -> None:
+        state["position"]["pass"]["sampler_start"] = [_other_phase()] * 2
+
+    job = Job(lambda: make("shuffle", NONE), tmp_path, tamper=_without_sampler_start)
+    with pytest.raises(data.DataPositionError, match="RandomSampler does not repeat"):
+        job.chain([3])
