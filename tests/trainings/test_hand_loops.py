@@ -1069,6 +1069,30 @@ def test_two_loaders_of_unequal_length_in_a_zip(lab: Lab, check: str) -> None:
     survives(lab, loop, [("epoch end", 1), ("committed", 1), ("committed", 2)], check)
 
 
+@CHECKED
+def test_a_loader_whose_passes_outlive_epochs_beside_one_that_is_counted(lab: Lab, check: str) -> None:
+    """As in FixMatch: the loop counts the batches of the first, which has another length."""
+
+    def loop(process: Process) -> None:
+        session = process.session
+        counted, beside = session.loader(DataLoader(Augmented(16), BATCH)), session.loader(make("shuffle", NONE))
+        session.restore()
+        others: Iterator[Any] | None = None
+        for epoch in session.epochs(3):
+            for number, batch in enumerate(counted, session.batch):
+                if others is None:
+                    others = iter(beside)
+                try:
+                    other = next(others)
+                except StopIteration:
+                    others = iter(beside)
+                    other = next(others)
+                process.take(f"batch {epoch}.{number}", [batch, other])
+        session.close()
+
+    survives(lab, loop, [("committed", 6), ("committed", 1), ("committed", 2)], check)
+
+
 def test_a_loop_that_counts_steps_and_a_look_before_it(lab: Lab) -> None:
     def loop(process: Process) -> None:
         session = process.session

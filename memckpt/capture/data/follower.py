@@ -103,8 +103,11 @@ class FollowedLoaders(Generic[FollowedT]):
 
     @property
     def batches(self) -> int | None:
-        """Number of batches of the current iteration that the user was given; None outside of iterations."""
-        return max((each.batches for each in self._all if each.active), default=None)
+        """Number of batches of the current iteration that the user was given; None outside of iterations.
+
+        With several loaders it is that over the one that was followed first: a later one's pass may outlive an epoch.
+        """
+        return next((each.batches for each in self._all if each.active), None)
 
     def places(self) -> list[Place]:
         """The user's position in each."""
