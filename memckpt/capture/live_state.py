@@ -22,7 +22,7 @@ from memckpt.capture.modules import ModuleTree, fsdp1_wrappers, put_shards_in_pl
 from memckpt.capture.presence import GRADIENTS, LeftGradients
 from memckpt.capture.spec_request import Growth, SpecRequest
 from memckpt.capture.strangers import Strangers
-from memckpt.errors import UnsupportedError
+from memckpt.errors import UnsupportedError, UsageError
 from memckpt.state import codec
 from memckpt.state.captured import OptimizerCapture
 from memckpt.state.optimizers import (
@@ -91,6 +91,7 @@ class LiveState:
         self.put_shards_in_place()
         if fsdp1_wrappers(model):
             self._flattened = dict(self._parameters())
+        self._refuse_same_names()
         self._refuse_shapeless()
         self.tree = ModuleTree({"": model, **self.extra_modules}, self.optimizers)
         for optimizer in self.optimizers:
@@ -147,6 +148,17 @@ class LiveState:
             name = without_wrappers(found)
             if name not in self._flattened:
                 yield name, self._in_place_of(name, param, stepped)
+
+    def _refuse_same_names(self) -> None:
+        """Refuse a module beside the model whose tensors would have names that the model's have."""
+        held = dict(itertools.chain(self.model.named_parameters(), self.model.named_buffers()))
+        for prefix, module in self.extra_modules.items():
+            for name, tensor in itertools.chain(module.named_parameters(prefix), module.named_buffers(prefix)):
+                if held.get(name, tensor) is not tensor:
+                    raise UsageError(
+                        f"extra_modules: expected names that the model does not use, found {prefix!r}: the model has "
+                        f"another {name}; choose another name"
+                    )
 
     def _refuse_shapeless(self) -> None:
         """Refuse tensors whose elements are not, or not yet, one beside the other."""

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import memckpt
 from memckpt.capture.live_state import LiveState
-from memckpt.errors import ConfigurationError, UnsupportedError
+from memckpt.errors import ConfigurationError, UnsupportedError, UsageError
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import stop_agent
 from memckpt.session.mode import choose_redo
@@ -201,3 +202,11 @@ def test_an_optimizer_of_parameters_beside_the_model_is_named(caplog: pytest.Log
     optimizers = [torch.optim.SGD(model.parameters(), 0.1), torch.optim.Adam([temperature])]
     LiveState(model, optimizers, {})
     assert [record.getMessage() for record in caplog.records if "optimizer 1 (Adam) steps none" in record.getMessage()]
+
+
+def test_a_module_beside_the_model_whose_name_the_model_uses_is_refused() -> None:
+    model = nn.ModuleDict({"encoder": nn.Linear(2, 2), "head": nn.Linear(2, 1)})
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(UsageError, match=r"found 'encoder': the model has another encoder\.weight"):
+        LiveState(model, [optimizer], {"encoder": nn.Linear(2, 2)})
+    LiveState(model, [optimizer], {"encoder": model["encoder"], "other": nn.Linear(2, 2)})
