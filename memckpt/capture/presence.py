@@ -275,6 +275,7 @@ class LeftGradients:
         #: Parameters, by `id`, of which a backward has shown what becomes of a large gradient; whether these are all
         #: that had one at the last commit.
         self._known: set[int] = set()
+        self._described: tuple[tuple[int, int], list[Any]] = ((0, -1), [])
         self._knows_all = True
         #: Whether that was so in the process that this one continues.
         self._knew_all = False
@@ -314,9 +315,22 @@ class LeftGradients:
         """What was restored in the place of a gradient that was None."""
         return self._zeros.pop(name, None)
 
-    def resume(self, params: Iterable[torch.Tensor], knew_all: bool) -> None:
-        """Continue a process that has left gradients of these parameters, and known what becomes of all or not."""
-        self._known, self._knew_all = set(map(id, params)) if knew_all else set(), knew_all
+    def describe_known(self) -> list[Any]:
+        """Whether most parameters are known, and the names of the others; encoded anew where that has changed."""
+        found = len(self._known), self._live.changes
+        if self._described[0] != found:
+            known: dict[bool, list[str]] = {True: [], False: []}
+            for name, param in self._live.named_parameters():
+                known[id(param) in self._known].append(name)
+            most = len(known[True]) > len(known[False])
+            self._described = found, [most, known[not most]]
+        return self._described[1]
+
+    def resume(self, most: bool, others: Iterable[str], versions: Mapping[int, int]) -> None:
+        """Continue a process that has known what :meth:`describe_known` returned, and committed these gradients."""
+        names = set(others)
+        self._known = {id(param) for name, param in self._live.named_parameters() if (name in names) != most}
+        self._knew_all = self.committed(versions)
 
     def committed(self, versions: Mapping[int, int]) -> bool:
         """Note that a record has ended, with the version counters of large gradients by the `id` of the parameter.
@@ -460,7 +474,7 @@ def describe_gradients(live: LiveState) -> dict[str, Any]:
     # Runs for each gradient of each step: a counter is read without a call.
     versions = {id(param): one._version for _, param, one in dense} if nbytes > FEW_BYTES else {}
     known = live.left.committed(versions)
-    found["known"] = known and bool(versions)
+    found["known"] = live.left.describe_known()
     few = nbytes <= (FEW_BYTES if known else UNKNOWN_BYTES)
     if few and dense:
         by_dtype: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = {}
@@ -586,7 +600,7 @@ def restore_gradients(live: LiveState, described: dict[str, Any]) -> list[torch.
     unusual = set(described["unusual"])
     others = dict(described["others"])
     carried = {name: (values, at) for names, values in described.get("values", ()) for name, at in _places(live, names)}
-    kept, dropped, there_before = live.left.kept, list[torch.Tensor](), list[torch.Tensor]()
+    kept, dropped, dense = live.left.kept, list[torch.Tensor](), list[tuple[torch.Tensor, torch.Tensor]]()
     for name, param in live.named_parameters():
         if name in others:
             kind = others[name]
@@ -602,14 +616,17 @@ def restore_gradients(live: LiveState, described: dict[str, Any]) -> list[torch.
             gradient.copy_(values[at : at + param.numel()].view(param.shape))
         elif name not in kept and type(gradient) is torch.Tensor and not gradient.is_sparse:
             dropped.append(param)
-        if kind is not None:
-            there_before.append(param)
         there = param.grad
         if there is not None and gradient is not None and _is_alike(there, gradient):
             there.copy_(gradient)  # which may be a view of a buffer that training zeroes
         else:
             give_gradient(param, gradient)  # type: ignore[arg-type]  # a parameter
-    live.left.resume(there_before, described.get("known", False))
+        if param.grad is not None and not param.grad.is_sparse and not is_dtensor(param.grad):
+            dense.append((param, param.grad))
+    large = sum(one.nbytes for _, one in dense) > FEW_BYTES
+    most_known, others_known = described["known"]
+    versions = {id(param): version(one) for param, one in dense} if large else {}
+    live.left.resume(most_known, others_known, versions)
     return dropped if not fsdp1_wrappers(live.model) else []  # those replace gradients by themselves
 
 

@@ -131,7 +131,7 @@ def test_what_uses_gradients_that_no_record_holds(way: str) -> None:
     model, optimizer, live, told = resumed()
     use, reads = WAYS[way]
     use(model, optimizer)
-    live.left.resume(model.parameters(), knew_all=True)
+    live.left.resume(True, [], {})
     backward(model, live)
     assert len(told) == reads
     assert all(type(param.grad) is torch.Tensor for param in model.parameters())
@@ -143,7 +143,7 @@ def test_gradients_that_are_kept_beside_the_next_and_then_read() -> None:
     model, _, live, told = resumed()
     before = gradients_of(model)
     model.zero_grad()
-    live.left.resume(model.parameters(), knew_all=True)
+    live.left.resume(True, [], {})
     backward(model, live)
     assert not told
     for _ in range(2):
@@ -157,7 +157,7 @@ def test_gradients_of_a_skipped_step_stand_for_others_behind_a_resume(use: str) 
     (model, optimizer, live, told), failed = resumed(), list[str]()
     pending = PendingGradients([optimizer], failed.append)
     pending.resume({"thrown_away": [[[0], True]], "left": [[0]]})
-    live.left.resume(model.parameters(), knew_all=True)
+    live.left.resume(True, [], {})
     if use == "read":
         nn.utils.get_total_norm(gradients_of(model))
     if use != "added to":
@@ -259,9 +259,10 @@ def test_what_becomes_of_a_gradient_is_known_once_a_backward_has_met_it_large() 
         return describe_gradients(live)
 
     few, unknown, known = step(True), step(False), step(False)
+    nothing, all_of_them = [False, []], [True, []]
     assert [("values" in each, each["known"]) for each in (few, unknown, known)] == [
-        (True, False),
-        (True, False),
-        (False, True),
+        (True, nothing),
+        (True, nothing),
+        (False, all_of_them),
     ]
     assert live.left.kept == {"0.weight"}
