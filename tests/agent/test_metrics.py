@@ -238,7 +238,13 @@ def test_a_training_that_is_killed_and_resumed(lab: Lab) -> None:
 
     def scrape(control: Control) -> None:
         (targets,) = json.loads((lab.run_dir / "metrics-node.json").read_text())
-        (lab.directory / f"scraped-{control.step}").write_text(get(f"http://{targets['targets'][0]}/metrics"))
+        scraped = lab.directory / f"scraped-{control.step}"
+
+        def is_told() -> bool:  # commit() does not wait for the agent, which may be busy
+            scraped.write_text(get(f"http://{targets['targets'][0]}/metrics"))
+            return bool(samples_in(scraped)["memckpt_committed_step"] == control.step)
+
+        until(is_told)
         control.journal.note("logged", **control.session.metrics())
 
     died = lab.train(PLAIN, settings, actions={("backward", 9): kill_self})
