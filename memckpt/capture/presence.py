@@ -330,6 +330,7 @@ class LeftGradients:
         """Continue a process that has known what :meth:`describe_known` returned, and committed these gradients."""
         names = set(others)
         self._known = {id(param) for name, param in self._live.named_parameters() if (name in names) != most}
+        self._described = (0, -1), []
         self._knew_all = self.committed(versions)
 
     def committed(self, versions: Mapping[int, int]) -> bool:
