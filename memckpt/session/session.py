@@ -368,7 +368,7 @@ class Session:
         if filled.refuted:
             self._switch.distrust_resumed(filled.refuted)
         report = self._resumption.go_on(filled, self._tap.current, self._protection.resume)
-        self._tuning.set_redo_seconds(self._resumption.restoration.record_redo_seconds)
+        self._tuning.set_redo_seconds(self._resumption.record_redo_seconds)
         self._rank_state.take_over(chosen.state)
         own = (chosen.not_exact or chosen.held.rank_state.get(_DOUBT, ""), *self._rank_state.reasons)
         report = report.because(*(reason for each in self._ranks.gather(own) for reason in each))
@@ -415,13 +415,13 @@ class Session:
         else:
             self._has_continued = True
             self._rank_state.note_settings()
-            self._resumption.restoration.restore_rng(self._resumption.chosen)
+            self._resumption.restore_rng()
 
     def _go_live(self) -> None:
         """Restore the RNG states at the first batch of a loop, whose top may have drawn."""
         if (chosen := self._resumption.chosen) is not None:
             self._rank_state.find_differing_draws(chosen.state)
-            self._resumption.restoration.restore_rng(chosen)
+            self._resumption.restore_rng()
 
     # The loop over data
 
@@ -602,7 +602,7 @@ class Session:
         """End the repeated step of the resumed record: compare, and go on from the held state."""
         writer, lost = self._proof.end_repetition(point), ""
         if writer is not None:
-            self._resumption.restoration.adopt_writer(writer)
+            self._resumption.adopt_writer(writer)
             try:
                 self._protection.resume(writer, point.record)
             except AgentGoneError as error:

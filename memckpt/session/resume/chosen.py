@@ -1,39 +1,27 @@
-"""A state that is held, in this node's memory or in storage, and its restore into the live tensors."""
+"""A state that is held, in this node's memory or in storage, as a resume has chosen it."""
 
 from __future__ import annotations
 
-import copy
-import logging
-import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 
-from memckpt.capture.evidence import Evidence
 from memckpt.capture.live_state import LiveState
-from memckpt.capture.param_groups import LINKS, describe_groups, restore_groups, restore_modes, restore_state_order
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.protocol.trainer import Before, Prepared
-from memckpt.recovery.comparison import Comparison, LiveCopies
 from memckpt.recovery.from_storage import StoredState
 from memckpt.recovery.plan import RestoreRecord
-from memckpt.recovery.restore import Restorer, replica_digest
+from memckpt.recovery.restore import Restorer
 from memckpt.session.connection import PreparedRegions
-from memckpt.session.ranks import LocalTraining
-from memckpt.session.resume.report import HeldState, Proof, prove
+from memckpt.session.resume.report import HeldState
 from memckpt.session.staging import Staging
-from memckpt.state import codec, rng
+from memckpt.state import codec
 from memckpt.state.layout import Layout
 from memckpt.state.records import RecordMeta, decode_meta
 from memckpt.state.redo import GradientSource, StagedGradients
 from memckpt.state.spec import StateSpec
-from memckpt.state.tensors import local
 
-_log = logging.getLogger("memckpt")
-#: Parts of a rank state that are put back elsewhere.
-_NOT_WRITTEN = ("provided", "evidence", "gradients", "rng")
 #: The live parameters in the order of a layout, that layout, and a record's optimizer steps and gradients.
 RecordedSteps = tuple[list[torch.Tensor], Layout, RecordMeta, GradientSource]
 
@@ -225,131 +213,3 @@ class ChosenInStorage:
 
 
 Chosen = ChosenInMemory | ChosenInStorage
-
-
-class Restoration:
-    """Restores states that are held, in place.
-
-    Attributes:
-        seconds: duration of all restores so far.
-        record_redo_seconds: duration of the redo of one record at the last restore; None where nothing was redone.
-    """
-
-    def __init__(self, training: LocalTraining, staging: Staging) -> None:
-        self._training = training
-        self._ranks = training.ranks
-        self._live = training.live
-        self._staging = staging
-        self.seconds = 0.0
-        self.record_redo_seconds: float | None = None
-
-    def fill(self, chosen: Chosen) -> Proof | None:
-        """Restore tensors, optimizer state and groups, and compare them with the record's sample; collective.
-
-        It may be called again, for the same state or another one. Returns None where other ranks or shards than the
-        record's are restored, or there is no sample.
-        """
-        started = time.perf_counter()
-        self._live.put_shards_in_place()
-        evidence, problem = None, ""
-        try:
-            evidence = self.write(chosen)
-        except Exception as error:  # becomes a finding: redo runs the user's classes with what was recorded
-            problem = f"{type(error).__name__}: {error}"
-            _log.info("memckpt: step %d cannot be restored from %s", chosen.held.step, chosen.held.tier, exc_info=error)
-        found = self._ranks.first_reason(problem)
-        if found or evidence is None:
-            what = f"the state after step {chosen.held.step}, from {chosen.held.tier},"
-            return Proof(f"{what} cannot be made: {found}", differs=True, broken=True)
-        if chosen.generation is not None:
-            self._agree_on_replicas(chosen.generation.open_writer(self._staging))
-        self.seconds += time.perf_counter() - started
-        return None if any(self._ranks.gather(chosen.resharded)) else self._prove(evidence, chosen)
-
-    def write(self, chosen: Chosen, comparison: Comparison | None = None) -> Evidence:
-        """Write a state to the live tensors, at any time; returns what samples it. Not collective.
-
-        `comparison` compares with it what the live tensors had before.
-        """
-        # Live objects keep what they are given, and the state may be written once more.
-        state = copy.deepcopy({key: one for key, one in chosen.state.items() if key not in _NOT_WRITTEN})
-        restore_groups(self._live, state)
-        self._live.growth.written.update(state["written"])
-        self._live.part_views(state["views"])
-        copies = None
-        if comparison is not None:
-            copies = LiveCopies(chosen.tensors_spec, chosen.spec, self._live.tensors(), self._live.optimizers)
-        with rng.preserved():
-            self.record_redo_seconds = chosen.restore(self._live, self._ranks.rank, self._staging)
-        if "optimizers" in state:  # what is in no slot
-            self._live.restore_optimizers(state["optimizers"], chosen.is_recut(self._live))
-        restore_state_order(self._live, state)
-        if copies is not None and comparison is not None:
-            copies.compare(comparison)
-        return Evidence(chosen.spec, self._live)  # not the writer's: a repeated step may have replaced modules
-
-    def restore_rng(self, chosen: Chosen) -> None:
-        """Restore the RNG states of torch, numpy and python; the last call before training goes on."""
-        # Once more: what the loop set above its batches, it had set before the batches behind the held one.
-        restore_modes(self._live, chosen.state)
-        rng.restore(chosen.state["rng"])
-        if chosen.diverges is not None:
-            rng.diverge(chosen.diverges)
-
-    def adopt_writer(self, writer: SlotWriter) -> None:
-        """Have training go on in a held generation, after a repeated step."""
-        try:
-            self._agree_on_replicas(writer)
-        except BaseException:  # raised again: until it is adopted the writer has no other owner
-            writer.close()
-            raise
-        self._staging.adopt_writer(writer)
-
-    def _agree_on_replicas(self, writer: SlotWriter) -> None:
-        """Make replicas equal: other kernels or thread counts may give other bits. The first rank's replica wins."""
-        ranks = self._ranks
-        if all(len(group) == 1 for group in ranks.groups):
-            return
-        digests = ranks.gather(replica_digest(writer.params, self._live.optimizers))
-        if all(len({digests[rank] for rank in group}) == 1 for group in ranks.groups):
-            return
-        _log.warning("memckpt: replicas differ in bits; every rank takes that of the first rank that holds the same")
-        group = ranks.open_replica_group()
-        for param in writer.params:
-            ranks.broadcast_tensor(local(param), group)
-            for optimizer in self._live.optimizers:
-                state = optimizer.state.get(param, {})
-                for key in sorted(state):
-                    if isinstance(state[key], torch.Tensor):
-                        ranks.broadcast_tensor(local(state[key]), group)
-
-    def _prove(self, evidence: Evidence, chosen: Chosen) -> Proof | None:
-        """Compare the live state with the sample that its record carries; collective. None where some rank has none."""
-        if not all(self._ranks.gather("evidence" in chosen.state)):
-            return None
-        comparison = Comparison()
-        compare_sample(evidence, chosen.state["evidence"], comparison)
-        held = _comparable(chosen.state)
-        for name, value in _comparable(describe_groups(self._live)).items():
-            comparison.value("hyperparameters", name, value, held.get(name, value))
-        findings = comparison.findings(self._live.tensors())
-        # Something else may have written to them: they are compared whole from now on.
-        self._live.growth.written.update(one.name for one in findings.differences if one.kind == "parameter")
-        everybody = self._ranks.gather(findings)
-        return prove(everybody, self._training.any_accelerator(), chosen.held.step, chosen.held.tier)
-
-
-def compare_sample(evidence: Evidence, held: Mapping[str, Any], comparison: Comparison) -> None:
-    """Compare the live state with a sample that a record carries."""
-    with torch.no_grad():
-        pairs = evidence.pairs(held)
-    if pairs is None:
-        comparison.absence("the state", "other tensors", "those of the record")
-    for pair in pairs or ():
-        comparison.tensor(pair.kind, pair.name, pair.now, pair.before)
-
-
-def _comparable(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what ``get_extra_state()`` returns, which may depend on the clock, and links to what the script makes."""
-    modules = {key: value for key, value in described.get("modules", {}).items() if key != "extra"}
-    return {**{key: value for key, value in described.items() if key != LINKS}, "modules": modules}

@@ -11,8 +11,9 @@ with it. So training goes on from the held state, whatever the verdict is.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -26,7 +27,7 @@ from memckpt.memory.slots import Landing
 from memckpt.recovery.comparison import Comparison, Difference, Findings
 from memckpt.session.rank_state import RankState
 from memckpt.session.ranks import Ranks
-from memckpt.session.resume.chosen import Chosen, compare_sample
+from memckpt.session.resume.chosen import Chosen
 from memckpt.session.resume.report import Testimony
 from memckpt.state import codec, rng
 from memckpt.state.layout import Layout
@@ -363,3 +364,13 @@ def compare_following(
     states.compare(codec.decode(rank_state), before, comparison)
     compare_sample(evidence, before["evidence"], comparison)
     return ranks.gather(comparison.findings())
+
+
+def compare_sample(evidence: Evidence, held: Mapping[str, Any], comparison: Comparison) -> None:
+    """Compare the live state with a sample that a record carries."""
+    with torch.no_grad():
+        pairs = evidence.pairs(held)
+    if pairs is None:
+        comparison.absence("the state", "other tensors", "those of the record")
+    for pair in pairs or ():
+        comparison.tensor(pair.kind, pair.name, pair.now, pair.before)

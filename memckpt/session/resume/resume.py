@@ -12,12 +12,19 @@ Where the last step is repeated as a proof, the chosen state is the one before i
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from memckpt.capture.evidence import Evidence
+from memckpt.capture.param_groups import LINKS, describe_groups, restore_groups, restore_modes, restore_state_order
 from memckpt.capture.presence import DroppedGradients, restore_gradients
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.taps.tap import Tap
@@ -25,6 +32,7 @@ from memckpt.config import RedoMode, ResumeChoice
 from memckpt.errors import AgentError, DamagedStateError, ForeignStateError, MemckptError
 from memckpt.journal.events import Recovered, StartedOver
 from memckpt.protocol.trainer import Inventory
+from memckpt.recovery.comparison import Comparison, LiveCopies
 from memckpt.recovery.from_storage import StoredState
 from memckpt.recovery.plan import (
     FIRST_START,
@@ -37,19 +45,21 @@ from memckpt.recovery.plan import (
     make_plan,
     must_reshard,
 )
+from memckpt.recovery.restore import replica_digest
 from memckpt.recovery.sources import BadSource
 from memckpt.session.link import AgentLink
 from memckpt.session.peers import Peers
 from memckpt.session.ranks import LocalTraining
-from memckpt.session.resume.chosen import Chosen, ChosenInMemory, ChosenInStorage, HeldGeneration, Restoration
-from memckpt.session.resume.first_steps import Repetition
+from memckpt.session.resume.chosen import Chosen, ChosenInMemory, ChosenInStorage, HeldGeneration
+from memckpt.session.resume.first_steps import Repetition, compare_sample
 from memckpt.session.resume.proof import ResumeProof
-from memckpt.session.resume.report import HeldState, Proof, RestoreReport
+from memckpt.session.resume.report import HeldState, Proof, RestoreReport, prove
 from memckpt.session.resume.storage_tier import Resharding, StorageTier, plan_with_storage
 from memckpt.session.staging import RestorePoint, Staging
 from memckpt.state import codec, rng
 from memckpt.state.records import HeldFragments, HeldRecords
 from memckpt.state.spec import StateSpec
+from memckpt.state.tensors import local
 from memckpt.user_messages import show_by_default
 
 _log = logging.getLogger("memckpt")
@@ -59,6 +69,8 @@ _start_log = logging.getLogger("memckpt.start")
 _MOST_AGENTS = 3
 #: Stored states that are tried, one after the other, where the chosen one does not prove itself.
 _MOST_STORED = 3
+#: Parts of a rank state that are put back elsewhere.
+_NOT_WRITTEN = ("provided", "evidence", "gradients", "rng")
 _OTHER_RANKS = "the number of ranks or their shards have changed, and what is private to a rank is another's"
 _NO_SAMPLE = "the record carries no sample of the state, and what was restored is compared with nothing"
 
@@ -106,7 +118,7 @@ class Resumption:
     """Owns the chosen state until it is restored; :meth:`close` closes it.
 
     Attributes:
-        restoration: fills the live tensors.
+        record_redo_seconds: duration of the redo of one record at the last restore; None where nothing was redone.
         chosen: state that is restored; None where training starts over.
         state_after_repetition: state that its next step led to, which is repeated as a proof; None if no step is.
     """
@@ -120,6 +132,7 @@ class Resumption:
         run_dir: Path,
         proof: ResumeProof,
     ) -> None:
+        self._training = training
         self._owns_storage = training.config.storage is not None
         self._ranks = training.ranks
         self._live = training.live
@@ -134,7 +147,9 @@ class Resumption:
         self._found: Found | None = None
         #: Why not the newest state of memory is resumed, in words; empty if it is. And whether a held state is dropped.
         self._start_reason, self._drops_held = "", False
-        self.restoration = Restoration(training, staging)
+        #: Duration of all restores; what redo got wrong in the first state of memory that was refuted, or empty.
+        self._seconds, self._refuted = 0.0, ""
+        self.record_redo_seconds: float | None = None
         self.chosen: Chosen | None = None
         self.state_after_repetition: Chosen | None = None
         self._restored = False
@@ -369,21 +384,13 @@ class Resumption:
         Raises:
             DamagedStateError: no state proves itself, and the chosen one cannot be made; on every rank.
         """
-        told, start, refuted = any(self._ranks.gather(told)), None, ""
+        told, start, self._refuted = any(self._ranks.gather(told)), None, ""
         newest, first = self.state_after_repetition, self.chosen
         assert first is not None
 
-        def fill(state: Chosen) -> Proof | None:
-            nonlocal refuted
-            found = self.restoration.fill(state)
-            redone = isinstance(state, ChosenInMemory) and state.spec.mode != "snapshot"
-            if redone and found is not None and found.differs and not found.broken:
-                refuted = refuted or found.line
-            return found
-
         # Two states must be good: the newest, put back behind the repeated step, and the one before, from which it is
         # repeated. The newest is proven first; the one before stays in place.
-        proof = None if newest is None else fill(newest)
+        proof = None if newest is None else self._restore(newest)
         if newest is not None and proof is not None and proof.differs:
             self._proof.repeat_nothing("the state that the step led to is refuted")
             if told:
@@ -392,26 +399,26 @@ class Resumption:
             else:
                 first = self.chosen = newest
             self.state_after_repetition = None
-        proof = fill(first)
+        proof = self._restore(first)
         if proof is not None and proof.differs and self.state_after_repetition is not None and not told:
             self._proof.repeat_nothing("the state that the step would be repeated from is refuted")
             first, self.state_after_repetition = self.state_after_repetition, None
-            self.chosen, proof = first, fill(first)
+            self.chosen, proof = first, self._restore(first)
         if proof is None or not proof.differs:
-            return Filled(first, proof, start, refuted)
+            return Filled(first, proof, start, self._refuted)
         for other in self._others() if not told else ():
-            found = fill(other)
+            found = self._restore(other)
             if found is not None and not found.differs:
                 _log.warning("memckpt: %s; step %d is resumed from %s", proof.line, other.held.step, other.held.tier)
-                return Filled(other, found, self._change_to(other), refuted)
+                return Filled(other, found, self._change_to(other), self._refuted)
         if proof.broken:
             raise DamagedStateError(
                 f"restore: expected to go on behind step {first.held.step} or an older one that proves itself, found: "
                 f"{proof.line}. What was held is still held: resume=STEP goes on from an older step, resume='never' "
                 "starts over"
             )
-        fill(first)  # nothing proves itself: this one is the nearest, and its report says what differs
-        return Filled(first, proof, start, refuted)
+        self._restore(first)  # nothing proves itself: this one is the nearest, and its report says what differs
+        return Filled(first, proof, start, self._refuted)
 
     def _others(self) -> Iterator[Chosen]:
         """Older states that can be restored in place of the chosen one, nearest first; collective.
@@ -457,6 +464,90 @@ class Resumption:
         self._ranks.together(lambda: self._prepare(record + 1, discard=True))
         return Start(record + 1, anew=True)
 
+    def _restore(self, chosen: Chosen) -> Proof | None:
+        """Restore tensors, optimizer state and groups, and compare them with the record's sample; collective.
+
+        It may be called again, for the same state or another one. Returns None where other ranks or shards than the
+        record's are restored, or there is no sample.
+        """
+        started = time.perf_counter()
+        self._live.put_shards_in_place()
+        evidence, problem = None, ""
+        try:
+            evidence = self._write_state(chosen)
+        except Exception as error:  # becomes a finding: redo runs the user's classes with what was recorded
+            problem = f"{type(error).__name__}: {error}"
+            _log.info("memckpt: step %d cannot be restored from %s", chosen.held.step, chosen.held.tier, exc_info=error)
+        found = self._ranks.first_reason(problem)
+        if found or evidence is None:
+            what = f"the state after step {chosen.held.step}, from {chosen.held.tier},"
+            return Proof(f"{what} cannot be made: {found}", differs=True, broken=True)
+        if chosen.generation is not None:
+            self._agree_on_replicas(chosen.generation.open_writer(self._staging))
+        self._seconds += time.perf_counter() - started
+        if any(self._ranks.gather(chosen.resharded)):
+            return None
+        proof = self._prove(evidence, chosen)
+        redone = isinstance(chosen, ChosenInMemory) and chosen.spec.mode != "snapshot"
+        if redone and proof is not None and proof.differs:
+            self._refuted = self._refuted or proof.line
+        return proof
+
+    def _write_state(self, chosen: Chosen, comparison: Comparison | None = None) -> Evidence:
+        """Write a state to the live tensors, at any time; returns what samples it. Not collective.
+
+        `comparison` compares with it what the live tensors had before.
+        """
+        # Live objects keep what they are given, and the state may be written once more.
+        state = copy.deepcopy({key: one for key, one in chosen.state.items() if key not in _NOT_WRITTEN})
+        restore_groups(self._live, state)
+        self._live.growth.written.update(state["written"])
+        self._live.part_views(state["views"])
+        copies = None
+        if comparison is not None:
+            copies = LiveCopies(chosen.tensors_spec, chosen.spec, self._live.tensors(), self._live.optimizers)
+        with rng.preserved():
+            self.record_redo_seconds = chosen.restore(self._live, self._ranks.rank, self._staging)
+        if "optimizers" in state:  # what is in no slot
+            self._live.restore_optimizers(state["optimizers"], chosen.is_recut(self._live))
+        restore_state_order(self._live, state)
+        if copies is not None and comparison is not None:
+            copies.compare(comparison)
+        return Evidence(chosen.spec, self._live)  # not the writer's: a repeated step may have replaced modules
+
+    def _agree_on_replicas(self, writer: SlotWriter) -> None:
+        """Make replicas equal: other kernels or thread counts may give other bits. The first rank's replica wins."""
+        ranks = self._ranks
+        if all(len(group) == 1 for group in ranks.groups):
+            return
+        digests = ranks.gather(replica_digest(writer.params, self._live.optimizers))
+        if all(len({digests[rank] for rank in group}) == 1 for group in ranks.groups):
+            return
+        _log.warning("memckpt: replicas differ in bits; every rank takes that of the first rank that holds the same")
+        group = ranks.open_replica_group()
+        for param in writer.params:
+            ranks.broadcast_tensor(local(param), group)
+            for optimizer in self._live.optimizers:
+                state = optimizer.state.get(param, {})
+                for key in sorted(state):
+                    if isinstance(state[key], torch.Tensor):
+                        ranks.broadcast_tensor(local(state[key]), group)
+
+    def _prove(self, evidence: Evidence, chosen: Chosen) -> Proof | None:
+        """Compare the live state with the sample that its record carries; collective. None where some rank has none."""
+        if not all(self._ranks.gather("evidence" in chosen.state)):
+            return None
+        comparison = Comparison()
+        compare_sample(evidence, chosen.state["evidence"], comparison)
+        held = _comparable(chosen.state)
+        for name, value in _comparable(describe_groups(self._live)).items():
+            comparison.value("hyperparameters", name, value, held.get(name, value))
+        findings = comparison.findings(self._live.tensors())
+        # Something else may have written to them: they are compared whole from now on.
+        self._live.growth.written.update(one.name for one in findings.differences if one.kind == "parameter")
+        everybody = self._ranks.gather(findings)
+        return prove(everybody, self._training.any_accelerator(), chosen.held.step, chosen.held.tier)
+
     def go_on(self, filled: Filled, tap: Tap, resume: Callable[[SlotWriter, int], None]) -> RestoreReport:
         """Let training go on behind the state that :meth:`fill` has restored.
 
@@ -470,9 +561,7 @@ class Resumption:
         if not chosen.resharded and chosen.state["reduction"] is not None:
             tap.resume_layout(chosen.state["reduction"])
         if self.state_after_repetition is not None:
-            self._proof.repetition = Repetition(
-                self.state_after_repetition, self.restoration.write, self._live, self._ranks
-            )
+            self._proof.repetition = Repetition(self.state_after_repetition, self._write_state, self._live, self._ranks)
         elif isinstance(chosen, ChosenInMemory):
             self._take_writer(chosen, tap, resume)
         # Logged before: by the choice of the state, and as the verdict of the check.
@@ -482,7 +571,7 @@ class Resumption:
             held.step,
             held.record,
             held.tier,
-            self.restoration.seconds,
+            self._seconds,
             lost,
             tuple(filter(None, [unproven if proof is None else proof.inexact])),
             check,
@@ -513,6 +602,25 @@ class Resumption:
         self._staging.adopt_writer(writer)
         resume(writer, chosen.plan.record)
 
+    def adopt_writer(self, writer: SlotWriter) -> None:
+        """Have training go on in a held generation, after a repeated step."""
+        try:
+            self._agree_on_replicas(writer)
+        except BaseException:  # raised again: until it is adopted the writer has no other owner
+            writer.close()
+            raise
+        self._staging.adopt_writer(writer)
+
+    def restore_rng(self) -> None:
+        """Restore the RNG states of torch, numpy and python; the last call before training goes on."""
+        chosen = self.chosen
+        assert chosen is not None
+        # Once more: what the loop set above its batches, it had set before the batches behind the held one.
+        restore_modes(self._live, chosen.state)
+        rng.restore(chosen.state["rng"])
+        if chosen.diverges is not None:
+            rng.diverge(chosen.diverges)
+
     # End
 
     def say_if_nothing_was_left(self, last: int) -> None:
@@ -532,3 +640,9 @@ class Resumption:
         """Close the chosen state, unless training has taken it."""
         if self.chosen is not None and self.chosen.generation is not None:
             self.chosen.generation.close()
+
+
+def _comparable(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what ``get_extra_state()`` returns, which may depend on the clock, and links to what the script makes."""
+    modules = {key: value for key, value in described.get("modules", {}).items() if key != "extra"}
+    return {**{key: value for key, value in described.items() if key != LINKS}, "modules": modules}

@@ -37,7 +37,7 @@ from lightning_memckpt.reentry import Reentry
 from lightning_memckpt.trainer_state import LoggingState
 from memckpt.capture.objects import MetricStates
 from memckpt.config import AgentConfig, CompressionConfig, MemckptConfig, StorageConfig
-from memckpt.session.resume import chosen, first_steps
+from memckpt.session.resume import first_steps, resume
 from memckpt.state import rng
 from tests.support.faults.frozen import freeze
 from tests.support.trainings.compressed import average_plainly, note_encodings
@@ -520,7 +520,7 @@ def sabotage(what: str) -> None:
 
     match what:
         case "rng":
-            for module in (chosen, first_steps):
+            for module in (resume, first_steps):
                 module.rng = SimpleNamespace(**{**vars(rng), "restore": nothing})  # type: ignore[attr-defined]
         case "aggregates":
             LoggingState._restore_result = nothing  # type: ignore[method-assign]

@@ -26,7 +26,7 @@ from memckpt.memory.region import Region
 from memckpt.recovery.restore import Restorer
 from memckpt.recovery.target import RestoreTarget
 from memckpt.session.rank_state import RankState
-from memckpt.session.resume import chosen, resume
+from memckpt.session.resume import resume
 from memckpt.session.staging import Changes, Staging
 from memckpt.state import codec, redo, rng
 from memckpt.state.redo import RedoGroup, tensor_at
@@ -552,9 +552,9 @@ RESTORE: dict[str, Fault] = {
     "static-not-restored": left_out(Restorer, "_restore_static"),
     "by-value-not-restored": left_out(Restorer, "_restore_by_value"),
     "by-value-of-the-record-before": into(Restorer, "_restore_by_value", of_the_slot_before),
-    "groups-not-restored": into(chosen, "restore_groups", values_as_they_are),
-    "requires-grad-not-restored": into(chosen, "restore_groups", trainable_as_is),
-    "state-order-not-restored": left_out(chosen, "restore_state_order"),
+    "groups-not-restored": into(resume, "restore_groups", values_as_they_are),
+    "requires-grad-not-restored": into(resume, "restore_groups", trainable_as_is),
+    "state-order-not-restored": left_out(resume, "restore_state_order"),
     "module-flags-not-restored": left_out(ModuleTree, "restore_modes"),
 }
 
