@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from memckpt.config import ResumeChoice
 from memckpt.errors import ForeignStateError, NothingHeldError
-from memckpt.recovery.sources import BadSource, Fetch, Sources, place_of
+from memckpt.recovery.sources import BadSource, Fetch, Sources
 from memckpt.state.records import Branch, HeldFragments, HeldRecords, RankGroup, Timeline, timeline_of
 from memckpt.storage.chain import StoredPoint
 
@@ -98,7 +98,7 @@ def make_plan(
     something must be restored and nothing can be.
     """
     assert attempt.units or not fragments, "fragments require units"
-    nodes = list({place_of(inventory): inventory for inventory in inventories}.values())
+    nodes = list({(held.node, held.ranks): held for held in inventories}.values())
     everything: list[HeldRecords | HeldFragments] = [*nodes, *fragments]
     in_memory = max((b.timeline.number for held in everything for b in held.history), default=0)
     in_storage = max((one.timeline.number for one in stored.points), default=0)

@@ -49,11 +49,6 @@ def serves(fetches: Iterable[Fetch], node: str) -> tuple[RankGroup, ...]:
     return tuple(sorted(ranks for server, ranks in servers if server == node))
 
 
-def place_of(held: HeldRecords) -> tuple[object, ...]:
-    """Identity of a held state, equal for inventories that ranks of one node repeat."""
-    return held.node, held.ranks
-
-
 def newest_history(inventories: Iterable[HeldRecords], fragments: Iterable[HeldFragments]) -> tuple[Branch, ...]:
     """The history of the latest attempt in any inventory; empty if there is none."""
     both: list[HeldRecords | HeldFragments] = [*inventories, *fragments]
@@ -164,7 +159,7 @@ class Sources:
         self.held: set[tuple[RankGroup, int, str]] = set()  #: (ranks, world size, sharding digest) of these
         self.newest = 0
         #: By unit and node.
-        self._live: dict[RankGroup, dict[tuple[object, ...], _Live]] = defaultdict(dict)
+        self._live: dict[RankGroup, dict[str, _Live]] = defaultdict(dict)
         self._alike: dict[_Shared, list[_Live]] = defaultdict(list)
         self._coded: dict[RankGroup, list[_Generation]] = {}
         self._add_live(inventories, without)
@@ -183,7 +178,7 @@ class Sources:
             shared = _shared(held.replicas, held.sharding, held.world_size)
             reachable = BadSource(held.node, held.ranks, damaged=False) not in without
             live = _Live(held.node, held.ranks, steps, shared, reachable)
-            self._live[held.ranks][place_of(held)] = live
+            self._live[held.ranks][held.node] = live
         for by_place in self._live.values():
             for live in by_place.values():
                 self._alike[live.shared].append(live)
