@@ -312,7 +312,7 @@ class GenerationSwitch:
                 self._recorder.begin_record(None, record)
                 return
             writer.use_all_slots(record)
-        self._training.clock.slot_wait += self._link.wait_for_room(record, writer.spec, self.began)
+        self._recorder.clock.slot_wait += self._link.wait_for_room(record, writer.spec, self.began)
         self._staging.begin_record(record)
 
     def warn_of_state_left_out(self) -> None:

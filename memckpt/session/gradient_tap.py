@@ -68,7 +68,7 @@ class GradientTap:
     ) -> None:
         self._live = training.live
         self._recorder = training.recorder
-        self._clock = training.clock
+        self._clock = training.recorder.clock
         self.at_step_because = ""
         self._tap, self.reason = _choose_tap(training, data_parallel, before_reduction, compression)
         self._recorder.use_tap(self._tap.name, self._tap.streams)

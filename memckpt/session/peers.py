@@ -50,11 +50,13 @@ class Peers:
     """Prepares nodes to keep each other's records. All methods are no-ops without a configuration of peers.
 
     Attributes:
+        active: whether peers are configured.
         units: for each rank, its node and the ranks there that hold the same shards; set by :meth:`listen`.
     """
 
     def __init__(self, config: ErasureConfig | None, ranks: Ranks, link: AgentLink, agent: AgentConfig) -> None:
         self._config = config
+        self.active = config is not None
         self._ranks = ranks
         self._link = link
         self._agent = agent
@@ -68,11 +70,6 @@ class Peers:
         if config is not None:
             patience = config.recovery_patience_seconds
             self._recovery = PeerRecovery(ranks, link, patience, agent.memory_budget_bytes)
-
-    @property
-    def active(self) -> bool:
-        """Whether peers are configured."""
-        return self._config is not None
 
     # Start
 

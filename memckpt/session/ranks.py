@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 from memckpt import errors
 from memckpt.capture.copier import Copier
 from memckpt.capture.live_state import LiveState
-from memckpt.capture.phases import StallClock
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.taps.ddp import LOCAL_STEPS, refuse_local_sgd
 from memckpt.capture.taps.shards import check_flattened, is_flattened
@@ -347,11 +346,6 @@ class LocalTraining:
     copier: Copier
     recorder: Recorder
     caveats: list[str] = field(default_factory=list)
-
-    @property
-    def clock(self) -> StallClock:
-        """Seconds that the training thread has spent in the session, by cause."""
-        return self.recorder.clock
 
     def any_accelerator(self) -> bool:
         """Whether some rank trains on an accelerator; collective."""

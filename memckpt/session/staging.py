@@ -63,7 +63,7 @@ class Staging:
         self._live = training.live
         self._recorder = training.recorder
         self._copier = training.copier
-        self._clock = training.clock
+        self._clock = training.recorder.clock
         self._changes = changes
         self._rank = training.ranks.rank
         self._anchored: tuple[tuple[tuple[int, int, str], ...], bytes] = ((), b"")

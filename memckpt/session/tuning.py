@@ -74,7 +74,7 @@ class Tuning:
         rank_state: RankState,
     ) -> None:
         config = training.config
-        self._training, self._ranks, self._clock = training, training.ranks, training.clock
+        self._training, self._ranks, self._clock = training, training.ranks, training.recorder.clock
         self._mode, self._protection, self._staging = mode, protection, staging
         self._link = protection.link
         self._on = config.tuning == "auto"
