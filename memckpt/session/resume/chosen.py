@@ -9,7 +9,7 @@ import torch
 
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.slot_writer import SlotWriter
-from memckpt.protocol.trainer import Before, Prepared
+from memckpt.protocol.trainer import Before
 from memckpt.recovery.from_storage import StoredState
 from memckpt.recovery.plan import RestoreRecord
 from memckpt.recovery.restore import Restorer
@@ -29,18 +29,15 @@ RecordedSteps = tuple[list[torch.Tensor], Layout, RecordMeta, GradientSource]
 class HeldGeneration:
     """A generation in this node's memory, as its agent has produced a state of it. Owned until its writer is taken.
 
-    `writer` owns the regions; it is None before the first restore, and once it is taken.
+    `writer` owns the regions; it is None before the first restore, and once it is taken. `message` is the agent's
+    answer: how the state is produced.
     """
 
     def __init__(self, regions: PreparedRegions) -> None:
         self.regions = regions
+        self.message = regions.message
         self.writer: SlotWriter | None = None
         self._taken = False
-
-    @property
-    def message(self) -> Prepared:
-        """The agent's answer: how the state is produced."""
-        return self.regions.message
 
     def open_writer(self, staging: Staging) -> SlotWriter:
         """The writer, opened once."""
@@ -73,6 +70,7 @@ class ChosenInMemory:
     Attributes:
         state: decoded rank state.
         metas: encoded records. Lazy: the T records to redo. Eager: those after the record at which the replica stands.
+        newest_known: the newest record that was committed.
         following: encoded rank states of the records behind it that are still to be compared, by record.
     """
 
@@ -81,19 +79,10 @@ class ChosenInMemory:
     state: dict[str, Any]
     metas: tuple[bytes, ...]
     generation: HeldGeneration
+    newest_known: int
     following: dict[int, bytes] = field(default_factory=dict)
     diverges: ClassVar[int | None] = None
     resharded: ClassVar[bool] = False
-
-    @property
-    def lost(self) -> int | None:
-        """Number of committed records beyond it."""
-        return self.plan.lost
-
-    @property
-    def newest_known(self) -> int:
-        """The newest record that was committed."""
-        return self.plan.record + self.plan.lost
 
     @property
     def not_exact(self) -> str:
@@ -133,7 +122,7 @@ class ChosenInMemory:
     def at(self, before: Before, rank: int, back: int = 1) -> ChosenInMemory:
         """The state so many records before it."""
         record, state = self.plan.record - back, codec.decode(before.rank_states[rank])
-        plan = replace(self.plan, record=record, step=before.step, lost=self.plan.lost + back)
+        plan = replace(self.plan, record=record, step=before.step, lost=self.newest_known - record)
         held = replace(
             self.held, step=before.step, record=record, rank_state=state["provided"], newest_step=before.step
         )
@@ -191,11 +180,6 @@ class ChosenInStorage:
     def resharded(self) -> bool:
         """Whether the ranks, or their shards, are not those of the run that wrote it."""
         return not self.stored.exact
-
-    @property
-    def lost(self) -> int | None:
-        """Number of committed records beyond it; None where no memory knows."""
-        return None if self.newest_known is None else max(0, self.newest_known - self.stored.point.record)
 
     def restore(self, live: LiveState, rank: int, staging: Staging) -> None:
         """Write the state to the live tensors, as :meth:`ChosenInMemory.restore` does."""

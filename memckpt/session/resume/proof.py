@@ -1,4 +1,4 @@
-"""The resume check: whether the last step is repeated, the comparison of an attempt's first steps, and its verdict."""
+"""The resume check: the comparison of an attempt's first steps with those of the dead attempt, and its verdict."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import hashlib
 import logging
 import platform
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from memckpt.capture import data as dataloader
 from memckpt.capture.evidence import Evidence
@@ -18,20 +16,14 @@ from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.taps.tap import Tap
 from memckpt.config import MemckptConfig
 from memckpt.errors import AgentGoneError, MemckptError, ResumeMismatchError
-from memckpt.memory.budget import available_bytes
 from memckpt.protocol.trainer import Checked
-from memckpt.recovery.comparison import copied_bytes
-from memckpt.recovery.from_storage import StoredState
 from memckpt.session.link import AgentLink
 from memckpt.session.rank_state import EARLIER, RankState
 from memckpt.session.ranks import LocalTraining, Ranks
-from memckpt.session.resume.chosen import Chosen, ChosenInMemory, ChosenInStorage
+from memckpt.session.resume.chosen import Chosen, ChosenInMemory
 from memckpt.session.resume.first_steps import Repetition, Witness, compare_following
 from memckpt.session.resume.report import RestoreReport, ResumeCheck, judge, judge_witness
-from memckpt.session.resume.storage_tier import StorageTier
 from memckpt.session.staging import RestorePoint
-from memckpt.state.layout import Layout
-from memckpt.state.spec import StateSpec
 from memckpt.user_messages import show_by_default
 
 _log = logging.getLogger("memckpt")
@@ -77,108 +69,6 @@ class ResumeProof:
         self._reduces = False
         self._following: dict[int, bytes] = {}
         self._evidence: Evidence | None = None
-
-    @property
-    def repeated_step(self) -> int | None:
-        """The step that is repeated, from the state before it; None if no step is."""
-        return self.check.step if self.repeats and self.check.verdict == "pending" else None
-
-    # Whether the step of the chosen state is repeated, and from which state
-
-    @property
-    def repeats(self) -> bool:
-        """Whether the step is repeated where that is possible."""
-        return self.check.kind in ("replay", "require")
-
-    def repeat_nothing(self, reason: str) -> None:
-        """Repeat no step, for this reason; the check says that none is compared."""
-        self.check.step = None
-        if self.check.verdict == "pending":
-            self.check.settle("none", f"no step was compared: {reason}")
-
-    def find_before_in_memory(self, chosen: ChosenInMemory, asked: str) -> ChosenInMemory | None:
-        """The state before a record in memory, whose step is repeated; None if it is not. Collective.
-
-        `asked` is the user's choice of an older record, in words; empty without one.
-        """
-        if self.check.kind == "off":
-            return None
-        message = chosen.generation.message
-        chosen.following = self._find_following(message.following)
-        if not self.repeats:
-            return None
-        rank = self._ranks.rank
-        before = None if message.before is None else chosen.at(message.before, rank)
-        own = asked or message.not_repeated or chosen.state.get("unrepeatable", "")
-        if not own and before is not None:
-            own = self._why_not_reduced_alike(chosen.state, before.state)
-        reason = self._ranks.first_reason(own) or self._why_no_room(copied_bytes(chosen.spec), 0)
-        if not reason:
-            self.check.step = chosen.plan.step
-            return before
-        if not chosen.following:
-            self.repeat_nothing(reason)
-        return None
-
-    def _why_not_reduced_alike(self, state: Mapping[str, Any], before: Mapping[str, Any]) -> str:
-        """Why a repeated step would add gradients in another order, in words; empty if it would not.
-
-        The second step of a process is reduced in the buckets that DDP lays out after the first one.
-        """
-        if self._ranks.world_size > 2 and state["reduction"] is not None and before["reduction"] is None:
-            return "DDP of three or more ranks had not laid out its buckets for good before that step"
-        return ""
-
-    def _find_following(self, states: Mapping[int, Mapping[int, bytes]]) -> dict[int, bytes]:
-        """This rank's first state behind a captured record that every rank has."""
-        own = {record: ranks[self._ranks.rank] for record, ranks in states.items() if self._ranks.rank in ranks}
-        common = set.intersection(*(set(each) for each in self._ranks.gather(list(own))))
-        return {record: own[record] for record in sorted(common)[:1]}
-
-    def find_before_in_storage(
-        self, chosen: ChosenInStorage, tier: StorageTier, spec: StateSpec, asked: str
-    ) -> ChosenInStorage | None:
-        """The state before one in a store, as :meth:`find_before_in_memory` finds it. Collective."""
-        if not self.repeats:
-            self.repeat_nothing(f"what {tier.name} has is one state, without gradients of the step behind it")
-            return None
-        stored = chosen.stored
-        changed = f"the ranks, or their shards, are not those of the run that is in {tier.name}"
-        own = asked or ("" if stored.exact else changed) or chosen.state.get("unrepeatable", "")
-        reason = self._ranks.first_reason(own)
-        point = None
-        if not reason:
-            point, reason = tier.before(stored.point)
-        if point is not None:
-            opened = tier.open(point, spec, self._ranks.rank)
-            before = ChosenInStorage.of(opened, tier.name, chosen.newest_known)
-            own = self._why_not_reduced_alike(chosen.state, before.state)
-            reason = self._ranks.first_reason(own)
-            reason = reason or self._why_not_compared(stored, opened, spec)
-            if not reason:
-                self.check.step = stored.point.step
-                return before
-        self.repeat_nothing(reason)
-        return None
-
-    def _why_not_compared(self, stored: StoredState, before: StoredState, spec: StateSpec) -> str:
-        """Why two states of a store cannot be compared, in words; empty if they can. The same on every rank."""
-        layouts = ((stored.state.spec, before.state.spec), (stored.own.spec, before.own.spec))
-        changed = any(held.structure() != former.structure() for held, former in layouts)
-        if any(self._ranks.gather(changed)):
-            return f"the layout of the state has changed with step {stored.point.step}"
-        protection = Layout(spec).total_bytes // len(self._ranks.unit)
-        return self._why_no_room(copied_bytes(stored.state.spec, stored.own.spec), protection)
-
-    def _why_no_room(self, copies: int, protection: int) -> str:
-        """Why a node cannot keep copies of the state to compare, beside its protection; the same on every rank."""
-        known = self._ranks.gather((copies, protection))
-        copies, protection = map(sum, zip(*(known[rank] for rank in self._ranks.local_ranks), strict=True))
-        if any(self._ranks.gather(copies + protection > available_bytes())):
-            return (
-                f"there is no room in host memory for the {copies / 2**20:.0f} MiB that the state would be compared by"
-            )
-        return ""
 
     # The restore
 

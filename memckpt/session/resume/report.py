@@ -211,6 +211,12 @@ class ResumeCheck:
         if self.verdict == "none" or proof.differs:
             self.settle("none", self.line)
 
+    def repeat_nothing(self, reason: str) -> None:
+        """Repeat no step, for this reason, and say that none is compared."""
+        self.step = None
+        if self.verdict == "pending":
+            self.settle("none", f"no step was compared: {reason}")
+
     def settle(self, verdict: Verdict, line: str, differences: Sequence[Difference] = ()) -> None:
         """Set the verdict; where no step gave one, or the restored state is another one already, the sample's stays."""
         if self.evidence and (verdict == "none" or self.refuted):

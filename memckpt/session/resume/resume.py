@@ -31,8 +31,9 @@ from memckpt.capture.taps.tap import Tap
 from memckpt.config import RedoMode, ResumeChoice
 from memckpt.errors import AgentError, DamagedStateError, ForeignStateError, MemckptError
 from memckpt.journal.events import Recovered, StartedOver
+from memckpt.memory.budget import available_bytes
 from memckpt.protocol.trainer import Inventory
-from memckpt.recovery.comparison import Comparison, LiveCopies
+from memckpt.recovery.comparison import Comparison, LiveCopies, copied_bytes
 from memckpt.recovery.from_storage import StoredState
 from memckpt.recovery.plan import (
     FIRST_START,
@@ -57,6 +58,7 @@ from memckpt.session.resume.report import HeldState, Proof, RestoreReport, prove
 from memckpt.session.resume.storage_tier import Resharding, StorageTier, plan_with_storage
 from memckpt.session.staging import RestorePoint, Staging
 from memckpt.state import codec, rng
+from memckpt.state.layout import Layout
 from memckpt.state.records import HeldFragments, HeldRecords
 from memckpt.state.spec import StateSpec
 from memckpt.state.tensors import local
@@ -141,7 +143,9 @@ class Resumption:
         self._staging = staging
         self._peers = peers
         self._run_dir = run_dir
-        self._proof = proof
+        self._proof, self._check = proof, proof.check
+        #: Whether the last step is repeated where that is possible; and as a proof of the chosen state.
+        self._replays = self._repeats = training.config.replays
         self._resharding = Resharding(training, link, peers, run_dir)
         self._reason = ""
         self._found: Found | None = None
@@ -164,6 +168,10 @@ class Resumption:
         """The state that training continues behind; None where training starts over."""
         return self.state_after_repetition or self.chosen
 
+    def _count_lost(self, newest: Chosen) -> int | None:
+        """Number of committed records beyond a state; None where no memory knows."""
+        return None if newest.newest_known is None else max(0, newest.newest_known - newest.held.record)
+
     @property
     def held_mode(self) -> tuple[RedoMode | None, str]:
         """Mode in which that was protected (None: nothing was), and why its steps could not be redone, or empty."""
@@ -185,6 +193,7 @@ class Resumption:
     def choose(self, resume: ResumeChoice | int, spec: StateSpec, reason: str) -> Start:
         """Look, agree and open: the first three phases, at attach; collective."""
         self._reason, self._spec, self._resume = reason, spec, resume
+        self._repeats = self._replays and not isinstance(resume, int)
         self._found = found = self._look()
         plan = self._agree(found)
         start = self._open(plan, found)
@@ -241,19 +250,12 @@ class Resumption:
             stored = Stored(tier.points, tier.catalog.latest_attempt, tier.name, tier.catalog.stranded)
             return make_plan(found.held, self._resume, found.attempt, stored, found.fragments, bad, with_previous)
 
-        def make() -> Plan:
-            return self._peers.plan_with_peers(plan_without, self._spec, with_previous=self._repeats)
-
+        make = partial(self._peers.plan_with_peers, plan_without, self._spec, self._repeats)
         plan = plan_with_storage(tier, self._resume, make)
         self._link.claimed = tier.claimed  # the planning may have claimed the store
         self._timeline = plan.timeline
         self._link.configure(plan.timeline)
         return plan
-
-    @property
-    def _repeats(self) -> bool:
-        """Whether the last step is to be repeated, as a proof, where that is possible."""
-        return self._proof.repeats and not isinstance(self._resume, int)
 
     # 3. Open
 
@@ -264,14 +266,14 @@ class Resumption:
             case RestoreRecord():
                 ranks.together(lambda: self._open_held(plan, found.own))
                 assert isinstance(self.chosen, ChosenInMemory)
-                self._repeat_from(self._proof.find_before_in_memory(self.chosen, asked))
+                self._repeat_from(self._find_before_in_memory(self.chosen, asked))
                 return Start(plan.record + 1, anew=False)
             case RestoreStored():
                 self._start_reason = plan.reason
                 stored = found.tier.open_newest(plan.candidates, self._spec, by_hand=bool(asked))
                 self.chosen = self._open_stored(stored, plan)
                 self._live.growth.take_over(stored.own.spec)
-                self._repeat_from(self._proof.find_before_in_storage(self.chosen, found.tier, self._spec, asked))
+                self._repeat_from(self._find_before_in_storage(self.chosen, found.tier, asked))
                 record = stored.point.record
                 ranks.together(lambda: self._prepare(record + 1, discard=True))
                 return Start(record + 1, anew=True)
@@ -281,7 +283,7 @@ class Resumption:
                 ranks.together(lambda: self._prepare(1, discard=plan.discard))
                 if ranks.rank == 0:
                     self._link.tell_journal(StartedOver(plan.reason))
-                self._proof.repeat_nothing("nothing was resumed")
+                self._check.repeat_nothing("nothing was resumed")
                 return Start(1, anew=True)
 
     def _repeat_from(self, before: Chosen | None) -> None:
@@ -309,7 +311,7 @@ class Resumption:
             _start_log.log(level, "memckpt: %s%s", over, self._start_reason)
             return
         why = f": {self._start_reason}" if self._start_reason else ""
-        step, lost = held.newest_step, (self.state_after_repetition or chosen).lost
+        step, lost = held.newest_step, self._count_lost(self.state_after_repetition or chosen)
         proof = "" if step == held.step else ", which is repeated first, as a proof"
         gone = f" ({lost} committed step{'' if lost == 1 else 's'} behind it to be taken again)" if lost else ""
         _start_log.info("memckpt: resuming from %s at step %d%s%s%s", held.tier, step, gone, proof, why)
@@ -340,6 +342,7 @@ class Resumption:
                 state,
                 regions.message.metas,
                 HeldGeneration(regions),
+                newest_known=plan.record + plan.lost,
             )
         except BaseException:  # raised again: the regions have no other owner yet
             regions.close()
@@ -374,6 +377,88 @@ class Resumption:
         before = {one for one, same in states if same == states[self._ranks.rank][1]}
         return None if first == min(before) else first
 
+    def _find_before_in_memory(self, chosen: ChosenInMemory, asked: str) -> ChosenInMemory | None:
+        """The state before a record in memory, whose step is repeated; None if it is not. Collective.
+
+        `asked` is the user's choice of an older record, in words; empty without one.
+        """
+        if self._check.kind == "off":
+            return None
+        message = chosen.generation.message
+        chosen.following = self._find_following(message.following)
+        if not self._replays:
+            return None
+        rank = self._ranks.rank
+        before = None if message.before is None else chosen.at(message.before, rank)
+        own = asked or message.not_repeated or chosen.state.get("unrepeatable", "")
+        if not own and before is not None:
+            own = self._why_not_reduced_alike(chosen.state, before.state)
+        reason = self._ranks.first_reason(own) or self._why_no_room(copied_bytes(chosen.spec), 0)
+        if not reason:
+            self._check.step = chosen.plan.step
+            return before
+        if not chosen.following:
+            self._check.repeat_nothing(reason)
+        return None
+
+    def _why_not_reduced_alike(self, state: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+        """Why a repeated step would add gradients in another order, in words; empty if it would not.
+
+        The second step of a process is reduced in the buckets that DDP lays out after the first one.
+        """
+        if self._ranks.world_size > 2 and state["reduction"] is not None and before["reduction"] is None:
+            return "DDP of three or more ranks had not laid out its buckets for good before that step"
+        return ""
+
+    def _find_following(self, states: Mapping[int, Mapping[int, bytes]]) -> dict[int, bytes]:
+        """This rank's first state behind a captured record that every rank has."""
+        own = {record: ranks[self._ranks.rank] for record, ranks in states.items() if self._ranks.rank in ranks}
+        common = set.intersection(*(set(each) for each in self._ranks.gather(list(own))))
+        return {record: own[record] for record in sorted(common)[:1]}
+
+    def _find_before_in_storage(self, chosen: ChosenInStorage, tier: StorageTier, asked: str) -> ChosenInStorage | None:
+        """The state before one in a store, as :meth:`_find_before_in_memory` finds it. Collective."""
+        if not self._replays:
+            self._check.repeat_nothing(f"what {tier.name} has is one state, without gradients of the step behind it")
+            return None
+        stored = chosen.stored
+        changed = f"the ranks, or their shards, are not those of the run that is in {tier.name}"
+        own = asked or ("" if stored.exact else changed) or chosen.state.get("unrepeatable", "")
+        reason = self._ranks.first_reason(own)
+        point = None
+        if not reason:
+            point, reason = tier.before(stored.point)
+        if point is not None:
+            opened = tier.open(point, self._spec, self._ranks.rank)
+            before = ChosenInStorage.of(opened, tier.name, chosen.newest_known)
+            own = self._why_not_reduced_alike(chosen.state, before.state)
+            reason = self._ranks.first_reason(own)
+            reason = reason or self._why_not_compared(stored, opened)
+            if not reason:
+                self._check.step = stored.point.step
+                return before
+        self._check.repeat_nothing(reason)
+        return None
+
+    def _why_not_compared(self, stored: StoredState, before: StoredState) -> str:
+        """Why two states of a store cannot be compared, in words; empty if they can. The same on every rank."""
+        layouts = ((stored.state.spec, before.state.spec), (stored.own.spec, before.own.spec))
+        changed = any(held.structure() != former.structure() for held, former in layouts)
+        if any(self._ranks.gather(changed)):
+            return f"the layout of the state has changed with step {stored.point.step}"
+        protection = Layout(self._spec).total_bytes // len(self._ranks.unit)
+        return self._why_no_room(copied_bytes(stored.state.spec, stored.own.spec), protection)
+
+    def _why_no_room(self, copies: int, protection: int) -> str:
+        """Why a node cannot keep copies of the state to compare, beside its protection; the same on every rank."""
+        known = self._ranks.gather((copies, protection))
+        copies, protection = map(sum, zip(*(known[rank] for rank in self._ranks.local_ranks), strict=True))
+        if any(self._ranks.gather(copies + protection > available_bytes())):
+            return (
+                f"there is no room in host memory for the {copies / 2**20:.0f} MiB that the state would be compared by"
+            )
+        return ""
+
     # 4. Fill
 
     def fill(self, told: bool) -> Filled:
@@ -392,7 +477,7 @@ class Resumption:
         # repeated. The newest is proven first; the one before stays in place.
         proof = None if newest is None else self._restore(newest)
         if newest is not None and proof is not None and proof.differs:
-            self._proof.repeat_nothing("the state that the step led to is refuted")
+            self._check.repeat_nothing("the state that the step led to is refuted")
             if told:
                 _log.warning("memckpt: %s; step %d is resumed", proof.line, first.held.step)
                 start = self._change_to(first)
@@ -401,7 +486,7 @@ class Resumption:
             self.state_after_repetition = None
         proof = self._restore(first)
         if proof is not None and proof.differs and self.state_after_repetition is not None and not told:
-            self._proof.repeat_nothing("the state that the step would be repeated from is refuted")
+            self._check.repeat_nothing("the state that the step would be repeated from is refuted")
             first, self.state_after_repetition = self.state_after_repetition, None
             self.chosen, proof = first, self._restore(first)
         if proof is None or not proof.differs:
@@ -457,7 +542,7 @@ class Resumption:
         assert former is not None
         if former.generation is not None:
             former.generation.close()
-        self._proof.repeat_nothing("newer states were not what their records say")
+        self._check.repeat_nothing("newer states were not what their records say")
         self._live.growth.take_over(chosen.stored.own.spec)
         record = chosen.stored.point.record
         self._staging.close()  # what was prepared for another record
@@ -537,10 +622,10 @@ class Resumption:
         """Compare the live state with the sample that its record carries; collective. None where some rank has none."""
         if not all(self._ranks.gather("evidence" in chosen.state)):
             return None
+        held, now = _comparable(chosen.state), _comparable(describe_groups(self._live))
         comparison = Comparison()
         compare_sample(evidence, chosen.state["evidence"], comparison)
-        held = _comparable(chosen.state)
-        for name, value in _comparable(describe_groups(self._live)).items():
+        for name, value in now.items():
             comparison.value("hyperparameters", name, value, held.get(name, value))
         findings = comparison.findings(self._live.tensors())
         # Something else may have written to them: they are compared whole from now on.
@@ -555,7 +640,7 @@ class Resumption:
         the restored record, unless the step is repeated or the state comes from a store.
         """
         self._restored = True
-        chosen, check, proof = filled.chosen, self._proof.check, filled.proof
+        chosen, check, proof = filled.chosen, self._check, filled.proof
         if proof is not None:
             check.prove(proof)
         if not chosen.resharded and chosen.state["reduction"] is not None:
@@ -566,7 +651,7 @@ class Resumption:
             self._take_writer(chosen, tap, resume)
         # Logged before: by the choice of the state, and as the verdict of the check.
         unproven = _OTHER_RANKS if chosen.resharded else _NO_SAMPLE
-        held, lost = chosen.held, (self.state_after_repetition or chosen).lost
+        held, lost = chosen.held, self._count_lost(self.state_after_repetition or chosen)
         self._proof.report = report = RestoreReport(
             held.step,
             held.record,
@@ -575,7 +660,7 @@ class Resumption:
             lost,
             tuple(filter(None, [unproven if proof is None else proof.inexact])),
             check,
-            repeated=self._proof.repeated_step,
+            repeated=check.step if self._replays and check.verdict == "pending" else None,
         )
         self._pending.regroup()
         if "gradients" in chosen.state:
