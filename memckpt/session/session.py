@@ -55,7 +55,8 @@ from memckpt.session.ranks import (
     refuse_join_context,
     refuse_unordered,
 )
-from memckpt.session.resume.proof import ProvenEnvironments, ResumeProof
+from memckpt.session.resume.first_steps import FirstSteps
+from memckpt.session.resume.proven import ProvenEnvironments
 from memckpt.session.resume.report import VERDICT_VALUES, HeldState, RestoreReport, ResumeCheck, describe_protection
 from memckpt.session.resume.resume import Resumption
 from memckpt.session.staging import Changes, RestorePoint, Staging
@@ -228,8 +229,8 @@ class Session:
         self._staging = staging = Staging(training, changes)
         self._peers = peers = Peers(config.peers, ranks, link, config.agent)
         # What an attempt goes on from.
-        self._proof = ResumeProof(training, link, rank_state, proven)
-        self._resumption = Resumption(training, link, staging, peers, run_dir, self._proof)
+        self._first_steps = FirstSteps(training, link, rank_state, proven)
+        self._resumption = Resumption(training, link, staging, peers, run_dir, self._first_steps)
         # How records are taken and kept.
         self._mode = ModeChoice(config, live, ranks, training.device)
         training.caveats.extend(filter(None, [*self._mode.caveats(), self._copier.caveat]))
@@ -378,7 +379,7 @@ class Session:
         self._tap.reinstall()  # parameters may have been unfrozen when the dead attempt ended
         self._resumption.tell_journal(report)
         self._accept(report)
-        self._proof.begin_comparison(chosen)
+        self._first_steps.begin_comparison(chosen)
         for each in self._observers:
             each.see_restored(report.step, report.record, report.tier, report.seconds, report.repeated)
         return report
@@ -402,7 +403,7 @@ class Session:
     def restore_rng(self) -> None:
         """Restore the RNG states of torch, numpy and python; the last call before training goes on."""
         self._loop.continue_at(self._resumption.held)
-        report = self._proof.report
+        report = self._first_steps.report
         chosen = self._resumption.chosen
         if report is not None and not self._has_continued and chosen is not None:
             lost = self._rank_state.variables_not_restored(chosen.state)
@@ -492,7 +493,7 @@ class Session:
         if self._closed:
             raise UsageError("commit() after close(): attach again to go on")
         self._refuse_unrestored("commit()")
-        is_repetition = self._proof.repetition is not None
+        is_repetition = self._first_steps.repetition is not None
         with self._clock.in_commit(), self._copier.behind_training():
             self._loop.count_commit()
             refuse_join_context(self._data_parallel)
@@ -511,7 +512,7 @@ class Session:
                 # The step has been taken before: it is compared, and the state that it led to then is put back.
                 self._end_repetition(point)
             else:
-                self._proof.compare_first_records(point)
+                self._first_steps.compare_first_records(point)
                 # Calls _stage_and_commit. Errors make a gap in protection, and end no training.
                 self._protection.end_record(point)
                 self._launch.count_commit()
@@ -600,14 +601,14 @@ class Session:
 
     def _end_repetition(self, point: RestorePoint) -> None:
         """End the repeated step of the resumed record: compare, and go on from the held state."""
-        writer, lost = self._proof.end_repetition(point), ""
+        writer, lost = self._first_steps.end_repetition(point), ""
         if writer is not None:
             self._resumption.adopt_writer(writer)
             try:
                 self._protection.resume(writer, point.record)
             except AgentGoneError as error:
                 lost = str(error)
-        self._proof.tell_verdict()
+        self._first_steps.tell_verdict()
         if self.check.verdict == "equal":
             self._loop.prove()
         if lost:
@@ -639,12 +640,12 @@ class Session:
     @property
     def check(self) -> ResumeCheck:
         """Verdict of this attempt's resume check."""
-        return self._proof.check
+        return self._first_steps.check
 
     @property
     def report(self) -> RestoreReport | None:
         """What :meth:`restore` has returned, with what has shown since; None where training started over."""
-        return self._proof.report
+        return self._first_steps.report
 
     @property
     def tap_reason(self) -> str:
@@ -765,7 +766,7 @@ class Session:
     def _close_parts(self) -> None:
         self._staging.close()
         self._resumption.close()
-        self._proof.close()
+        self._first_steps.close()
 
     def __enter__(self) -> Session:
         return self

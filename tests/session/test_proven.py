@@ -6,8 +6,8 @@ from pathlib import Path
 
 from memckpt.config import MemckptConfig
 from memckpt.session.ranks import Ranks
-from memckpt.session.resume import proof as proven
-from memckpt.session.resume.proof import AGAIN, ProvenEnvironments
+from memckpt.session.resume import proven
+from memckpt.session.resume.proven import AGAIN, ProvenEnvironments
 
 
 def begin(run_dir: Path, **settings: int) -> ProvenEnvironments:

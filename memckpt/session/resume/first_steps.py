@@ -10,6 +10,7 @@ with it. So training goes on from the held state, whatever the verdict is.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,31 +19,204 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from memckpt.capture import data as dataloader
 from memckpt.capture.copier import Copier
 from memckpt.capture.evidence import Evidence
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.slot_writer import SlotWriter
-from memckpt.errors import DamagedStateError
+from memckpt.capture.taps.tap import Tap
+from memckpt.errors import AgentGoneError, DamagedStateError, MemckptError, ResumeMismatchError
 from memckpt.memory.slots import Landing
+from memckpt.protocol.trainer import Checked
 from memckpt.recovery.comparison import Comparison, Difference, Findings
-from memckpt.session.rank_state import RankState
-from memckpt.session.ranks import Ranks
-from memckpt.session.resume.chosen import Chosen
-from memckpt.session.resume.report import Testimony
+from memckpt.session.link import AgentLink
+from memckpt.session.rank_state import EARLIER, RankState
+from memckpt.session.ranks import LocalTraining
+from memckpt.session.resume.chosen import Chosen, ChosenInMemory
+from memckpt.session.resume.proven import ProvenEnvironments
+from memckpt.session.resume.report import RestoreReport, ResumeCheck, Testimony, judge, judge_witness
+from memckpt.session.staging import RestorePoint
 from memckpt.state import codec, rng
 from memckpt.state.layout import Layout
 from memckpt.state.optimizers import hyperparameters
 from memckpt.state.records import RecordMeta, SubStep
 from memckpt.state.redo import GradientSource, apply_ops
 from memckpt.state.tensors import Distance, local, same_bits, version
+from memckpt.user_messages import show_by_default
 
 _log = logging.getLogger("memckpt")
+#: Logger of verdicts, shown unless the application configures logging otherwise.
+_check_log = logging.getLogger("memckpt.check")
 #: Limit on the gradients that a rank sets aside, in bytes.
 WITNESS_BYTES = 64 << 20
 _ADDED = "what had landed was added to gradients that were used and not zeroed"
 _NONE_YET = "the dead attempt had no gradients of the next step yet"
 #: Maximum number of differences that are kept.
 _NAMED = 8
+
+
+class FirstSteps:
+    """Compares the first steps of a resumed training with those of the dead attempt.
+
+    There are three comparisons:
+
+    - *repetition*: the resumed step is repeated, and the whole state after it is compared.
+    - *witness*: the first gradients of the next step are compared with those that had been staged in its slot.
+    - *following*: the step after a captured state is compared by its rank state and its sample.
+
+    Attributes:
+        repetition: the step that is being repeated; None while none is.
+    """
+
+    def __init__(
+        self, training: LocalTraining, link: AgentLink, rank_state: RankState, proven: ProvenEnvironments
+    ) -> None:
+        self._training = training
+        self._ranks = training.ranks
+        self._recorder = training.recorder
+        self._link = link
+        self._rank_state = rank_state
+        self._proven = proven
+        choice = training.config.resume_check
+        self.check = ResumeCheck(choice, "off" if choice == "off" else "pending")
+        self.repetition: Repetition | None = None
+        self.report: RestoreReport | None = None
+        self._witness: Witness | None = None
+        #: Whether gradients come in buckets, reduced over all ranks.
+        self._reduces = False
+        self._following: dict[int, bytes] = {}
+        self._evidence: Evidence | None = None
+
+    # The restore
+
+    def set_gradients_aside(self, chosen: ChosenInMemory, writer: SlotWriter, tap: Tap) -> None:
+        """Copy the gradients that the dead attempt had staged of the next record, before its slot is reused."""
+        self._evidence = writer.evidence
+        if self.check.kind == "off" or chosen.following:
+            return
+        self._witness = witness = Witness(self._training.copier)
+        if writer.snapshots:
+            witness.decline("state is copied, gradients are not, and no step behind the captured one is known")
+        elif tap.in_buckets and self._ranks.world_size > 2 and chosen.state["reduction"] is None:
+            witness.decline("DDP of three or more ranks had not laid out its buckets for good by then")
+        elif self._rank_state.never_repeatable:
+            witness.decline(self._rank_state.never_repeatable)
+        else:
+            self._reduces = tap.in_buckets
+            witness.set_aside(writer, chosen.plan.record + 1, tap.name)
+
+    def begin_comparison(self, chosen: Chosen) -> None:
+        """Begin the comparison, after the restore of tensors and gradients."""
+        dataloader.departures.append(self.depart)
+        if isinstance(chosen, ChosenInMemory):
+            self._following = chosen.following
+        if self.repetition is not None:
+            self._recorder.begin_record(None, self.repetition.record)
+            steps = self.repetition.steps
+            self._recorder.compare_steps(steps.stepping if steps is not None else None)
+        elif self.check.verdict not in ("pending", "off"):
+            self.tell_verdict()
+        if self._witness is not None:
+            self._witness.note_left(self._reduces)
+            if self._witness.waits:
+                self._recorder.compare_gradients(self._witness.gradient)
+
+    def depart(self, reason: str) -> None:
+        """Correct the report: training has gone on with other data or gradients than it was left at."""
+        if self.report is not None:
+            self.report.because(reason)
+            self._rank_state.carry([EARLIER + reason])
+
+    # The first records
+
+    def end_repetition(self, point: RestorePoint) -> SlotWriter | None:
+        """Compare the state after the repeated step, and put the held one back; collective.
+
+        Returns the writer of its generation, which the caller closes; None where a new one begins.
+        """
+        repetition, self.repetition = self.repetition, None
+        self._recorder.compare_steps(None)
+        assert repetition is not None
+        self._link.finish_sending()
+        try:
+            self._training.copier.wait_before_changes()
+            rank_state = point.rank_state
+            found = self._ranks.together(lambda: repetition.put_back(rank_state, self._rank_state))
+        except BaseException as error:
+            if isinstance(error, MemckptError):
+                self._proven.put_off()
+            repetition.close()
+            raise
+        judge(self.check, found, self._training.any_accelerator(), f"step {repetition.step} was repeated")
+        if self.check.verdict in ("equal", "rounding"):
+            self._proven.note_equal()
+        generation = repetition.held.generation
+        return None if generation is None else generation.take_writer()
+
+    def compare_first_records(self, point: RestorePoint) -> None:
+        """Compare the first records after the resumed one; raises as :meth:`tell_verdict` does."""
+        self._compare_following(point)
+        self._hear_witness(point)
+
+    def _compare_following(self, point: RestorePoint) -> None:
+        """Compare the rank state of the step after a captured state, of which no more is known."""
+        held = self._following.pop(point.record, None)
+        if held is None:
+            return
+        assert self._evidence is not None
+        comparison, before = Comparison(), codec.decode(held)
+        self._rank_state.compare(codec.decode(point.rank_state), before, comparison)
+        compare_sample(self._evidence, before["evidence"], comparison)
+        everybody = self._ranks.gather(comparison.findings())
+        what = f"step {point.step} was taken again, and compared by a sample"
+        judge(self.check, everybody, self._training.any_accelerator(), what)
+        self.tell_verdict()
+
+    def _hear_witness(self, point: RestorePoint) -> None:
+        """Compare gradients, at the end of the first record after the resumed one."""
+        witness, self._witness = self._witness, None
+        self._recorder.compare_gradients(None)
+        if witness is None or self.check.refuted:
+            return
+        everybody = self._ranks.gather(witness.testify())
+        # A verdict "none" has been logged already if the step could not be repeated.
+        if self.check.verdict == "pending" or any(one.gradients for one in everybody):
+            judge_witness(self.check, everybody, self._training.any_accelerator(), point.step)
+            self.tell_verdict()
+
+    def tell_verdict(self) -> None:
+        """Log the verdict, and send it to the agent.
+
+        Raises ResumeMismatchError on a difference with ``resume_check="require"``; on every rank.
+        """
+        check, config = self.check, self._training.config
+        if check.verdict == "different" and not check.refuted:  # what the report has not said
+            self._rank_state.carry([EARLIER + check.line.partition(";")[0]])
+        if self._ranks.rank == 0:
+            level = logging.WARNING if check.verdict == "different" else logging.INFO
+            show_by_default(_check_log)
+            _check_log.log(level, "memckpt: resume check: %s", check.line)
+            if self._link.up:
+                with contextlib.suppress(AgentGoneError):  # the next commit finds that, and says so
+                    self._link.send(Checked(check.verdict, check.line))
+        if check.verdict != "different" or config.resume_check != "require":
+            return
+        if config.accept_changes:
+            _log.warning("memckpt: training goes on all the same, as accept_changes says")
+            return
+        raise ResumeMismatchError(
+            f"resume_check='require': expected training to repeat what is held, found: {check.line}. What was "
+            "held is still held: mend the script and start again, or start once with accept_changes=True"
+        )
+
+    def close(self) -> None:
+        """Release states and gradients that were not compared."""
+        if self.depart in dataloader.departures:
+            dataloader.departures.remove(self.depart)
+        self._witness = None
+        repetition, self.repetition = self.repetition, None
+        if repetition is not None:
+            repetition.close()
 
 
 @dataclass
@@ -304,13 +478,11 @@ class Repetition:
         held: Chosen,
         write: Callable[[Chosen, Comparison], object],
         live: LiveState,
-        ranks: Ranks,
     ) -> None:
         self.record, self.step = held.held.record, held.held.step
         self.held = held
         self._write = write
         self._live = live
-        self._ranks = ranks
         self.steps: RepeatedSteps | None = None
         known = held.recorded_steps(live)
         if known is not None:
@@ -321,14 +493,11 @@ class Repetition:
         if self.held.generation is not None:
             self.held.generation.close()
 
-    def finish(self, rank_state: bytes, states: RankState) -> list[Findings]:
-        """Compare the live state with the held one, and put the held one back; the findings of all ranks. Collective.
+    def put_back(self, rank_state: bytes, states: RankState) -> Findings:
+        """Compare the live state with the held one, and put the held one back.
 
         Raises DamagedStateError where the held state cannot be put back.
         """
-        return self._ranks.together(lambda: self._try_to_put_back(rank_state, states))
-
-    def _try_to_put_back(self, rank_state: bytes, states: RankState) -> Findings:
         try:
             return self._put_back(rank_state, states)
         except Exception as error:  # redo runs the user's classes with what was recorded
@@ -354,16 +523,6 @@ class Repetition:
         states.put_back({name: held["provided"][name] for name in differing})
         rng.restore(held["rng"])
         return comparison.findings(self._live.tensors())
-
-
-def compare_following(
-    rank_state: bytes, held: bytes, evidence: Evidence, states: RankState, ranks: Ranks
-) -> list[Findings]:
-    """Compare a step behind a captured state with the rank state held of it; collective. Nothing is put back."""
-    comparison, before = Comparison(), codec.decode(held)
-    states.compare(codec.decode(rank_state), before, comparison)
-    compare_sample(evidence, before["evidence"], comparison)
-    return ranks.gather(comparison.findings())
 
 
 def compare_sample(evidence: Evidence, held: Mapping[str, Any], comparison: Comparison) -> None:

@@ -52,8 +52,7 @@ from memckpt.session.link import AgentLink
 from memckpt.session.peers import Peers
 from memckpt.session.ranks import LocalTraining
 from memckpt.session.resume.chosen import Chosen, ChosenInMemory, ChosenInStorage, HeldGeneration
-from memckpt.session.resume.first_steps import Repetition, compare_sample
-from memckpt.session.resume.proof import ResumeProof
+from memckpt.session.resume.first_steps import FirstSteps, Repetition, compare_sample
 from memckpt.session.resume.report import HeldState, Proof, RestoreReport, prove
 from memckpt.session.resume.storage_tier import Resharding, StorageTier, plan_with_storage
 from memckpt.session.staging import RestorePoint, Staging
@@ -132,7 +131,7 @@ class Resumption:
         staging: Staging,
         peers: Peers,
         run_dir: Path,
-        proof: ResumeProof,
+        first_steps: FirstSteps,
     ) -> None:
         self._training = training
         self._owns_storage = training.config.storage is not None
@@ -143,8 +142,8 @@ class Resumption:
         self._staging = staging
         self._peers = peers
         self._run_dir = run_dir
-        self._proof, self._check = proof, proof.check
-        #: Whether the last step is repeated where that is possible; and as a proof of the chosen state.
+        self._first_steps, self._check = first_steps, first_steps.check
+        #: Whether the last step is repeated by the settings; and whether its state before is asked for.
         self._replays = self._repeats = training.config.replays
         self._resharding = Resharding(training, link, peers, run_dir)
         self._reason = ""
@@ -646,13 +645,13 @@ class Resumption:
         if not chosen.resharded and chosen.state["reduction"] is not None:
             tap.resume_layout(chosen.state["reduction"])
         if self.state_after_repetition is not None:
-            self._proof.repetition = Repetition(self.state_after_repetition, self._write_state, self._live, self._ranks)
+            self._first_steps.repetition = Repetition(self.state_after_repetition, self._write_state, self._live)
         elif isinstance(chosen, ChosenInMemory):
             self._take_writer(chosen, tap, resume)
         # Logged before: by the choice of the state, and as the verdict of the check.
         unproven = _OTHER_RANKS if chosen.resharded else _NO_SAMPLE
         held, lost = chosen.held, self._count_lost(self.state_after_repetition or chosen)
-        self._proof.report = report = RestoreReport(
+        self._first_steps.report = report = RestoreReport(
             held.step,
             held.record,
             held.tier,
@@ -666,7 +665,7 @@ class Resumption:
         if "gradients" in chosen.state:
             # Zeros stand for gradients that no record holds, those of a skipped step, too.
             dropped = restore_gradients(self._live, chosen.state["gradients"])
-            DroppedGradients(self._live, dropped, self._proof.depart)
+            DroppedGradients(self._live, dropped, self._first_steps.depart)
             self._pending.resume(chosen.state["pending"])
         return report
 
@@ -680,7 +679,7 @@ class Resumption:
         """Have training go on in the generation of the chosen state."""
         writer = chosen.generation.take_writer()
         try:
-            self._proof.set_gradients_aside(chosen, writer, tap)
+            self._first_steps.set_gradients_aside(chosen, writer, tap)
         except BaseException:  # raised again: until it is adopted the writer has no other owner
             writer.close()
             raise

@@ -193,7 +193,7 @@ def _begin(session: memckpt.Session, control: Control, training: Training) -> in
         session.announce_accumulation(training.accumulates)
     control.journal.note("attached", text=session.describe(), mode=session.mode, agent=session.agent_pid)
     report = session.restore()
-    repetition = session._proof.repetition
+    repetition = session._first_steps.repetition
     writer = session._staging.writer if repetition is None else getattr(repetition.held, "writer", None)
     pieces = 0 if writer is None else sum(len(group) for group in writer.layout.anchor_groups)
     cut = writer is not None and pieces > len(writer.params)
