@@ -752,7 +752,7 @@ class Session:
         self._close_parts()
         self._link.close(finished)
         if finished:
-            self._resumption.forget_resharding()
+            self._resumption.resharding.delete_store()
 
     def _unhook(self) -> None:
         """Remove all hooks from the user's objects, installed or not."""

@@ -119,6 +119,7 @@ class Resumption:
     """Owns the chosen state until it is restored; :meth:`close` closes it.
 
     Attributes:
+        resharding: brings held states to other ranks, or into other shards.
         record_redo_seconds: duration of the redo of one record at the last restore; None where nothing was redone.
         chosen: state that is restored; None where training starts over.
         state_after_repetition: state that its next step led to, which is repeated as a proof; None if no step is.
@@ -143,9 +144,9 @@ class Resumption:
         self._peers = peers
         self._run_dir = run_dir
         self._first_steps, self._check = first_steps, first_steps.check
-        #: Whether the last step is repeated by the settings; and whether its state before is asked for.
+        #: Whether settings have the last step repeated; and whether the state before it is asked for.
         self._replays = self._repeats = training.config.replays
-        self._resharding = Resharding(training, link, peers, run_dir)
+        self.resharding = Resharding(training, link, peers, run_dir)
         self._reason = ""
         self._found: Found | None = None
         #: Why not the newest state of memory is resumed, in words; empty if it is. And whether a held state is dropped.
@@ -213,10 +214,10 @@ class Resumption:
         former = max(inventory.attempt for inventory in inventories)
         attempt = NewAttempt(ranks.world_size, ranks.nonce, shardings, self._peers.units, former)
         resharding = must_reshard(held, attempt, fragments)
-        if resharding:
+        storage = self.resharding.storage_for(resharding)
+        if resharding and storage is not None:
             # Memory holds the shards of other ranks: they go to a store, of which each rank reads its new ones.
-            self._resharding.save(own, held, fragments, resume, spec)
-        storage = self._resharding.storage_for(resharding)
+            self.resharding.save(own, held, fragments, resume, spec, storage)
         step = resume if isinstance(resume, int) else None
         tier = StorageTier(storage, self._run_dir, ranks, step, owned=self._owns_storage)
         self._link.owner = tier.run  # this run's id, as its store has it; `configure` tells the agent
@@ -715,10 +716,6 @@ class Resumption:
                 "over",
                 self.held.newest_step,
             )
-
-    def forget_resharding(self) -> None:
-        """Delete the survivors' checkpoint in the run directory, as training has finished."""
-        self._resharding.delete_store()
 
     def close(self) -> None:
         """Close the chosen state, unless training has taken it."""

@@ -458,11 +458,10 @@ class Resharding:
         fragments: Sequence[HeldFragments],
         resume: ResumeChoice | int,
         spec: StateSpec,
+        storage: StorageConfig,
     ) -> None:
         """Write the newest record that memory can produce of all ranks. Collective; raises StorageError."""
         record = self._bring_together(held, fragments, resume, spec)
-        storage = self.storage_for(True)
-        assert storage is not None
         self._ranks.together(lambda: self._save(own, record, storage))
 
     def _bring_together(
