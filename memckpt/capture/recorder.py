@@ -155,7 +155,7 @@ class Recorder:
         if self._marks is not None:
             self._marks.step_ended(record)
 
-    # From taps
+    # From taps, and from functions of torch that change gradients
 
     def backward_runs(self) -> bool:
         """Note, from hooks that autograd runs, that gradients are being made and reduced.
@@ -201,17 +201,23 @@ class Recorder:
 
     def gradients_change(self, kind: str, operand: Any, params: list[torch.Tensor]) -> None:
         """Gradients are about to be multiplied, divided or clamped in place."""
-        try:
-            if self._copier.recording_graph():
-                return
-            writer = self.writer
-            self._copier.wait_before_changes()
-            if writer is None:
-                return
-            known = tuple(writer.index[id(param)] for param in params if id(param) in writer.index)
-            self.gradients.note_change(kind, operand, known)
-        except Exception as error:
-            self.broke("noting a change of gradients", error)
+        with self.clock.in_hook():
+            try:
+                if self._copier.recording_graph():
+                    return
+                writer = self.writer
+                self._copier.wait_before_changes()
+                if writer is None:
+                    return
+                known = tuple(writer.index[id(param)] for param in params if id(param) in writer.index)
+                self.gradients.note_change(kind, operand, known)
+            except Exception as error:
+                self.broke("noting a change of gradients", error)
+
+    def gradients_changed(self, params: list[torch.Tensor]) -> None:
+        """Gradients were changed in place."""
+        with self.clock.in_hook():
+            self.note_versions(params)
 
     def note_versions(self, params: Iterable[torch.Tensor] | None = None) -> None:
         """Note the version counters of these parameters' gradients (None: of all staged ones) after a known change."""

@@ -50,11 +50,12 @@ _PIECE_ON_HOST, _PIECE_ON_DEVICE = 1e-4, 3e-4
 
 
 class GradientTap:
-    """Owns the tap that stages gradients, and notes in-place changes of gradients.
+    """Owns the tap that stages gradients, and has the recorder note in-place changes of gradients.
 
     `before_reduction` is called before a reduction over all ranks begins.
 
     Attributes:
+        current: the tap.
         reason: why this tap, in words.
         at_step_because: why gradients are taken at the optimizer's step since, in words; empty: they are not.
     """
@@ -68,50 +69,25 @@ class GradientTap:
     ) -> None:
         self._live = training.live
         self._recorder = training.recorder
-        self._clock = training.recorder.clock
         self.at_step_because = ""
-        self._tap, self.reason = _choose_tap(training, data_parallel, before_reduction, compression)
-        self._recorder.use_tap(self._tap.name, self._tap.streams)
-
-    @property
-    def current(self) -> Tap:
-        """The current tap."""
-        return self._tap
-
-    @property
-    def name(self) -> str:
-        return self._tap.name
-
-    @property
-    def reductions(self) -> int:
-        """As :attr:`Tap.reductions`."""
-        return self._tap.reductions
-
-    @property
-    def bucket_layout(self) -> list[list[int]] | None:
-        """Bucket layout in which DDP reduces gradients; None without one."""
-        return self._tap.layout
-
-    @property
-    def holds_reductions_back(self) -> bool:
-        """As :attr:`Tap.holds_reductions_back`."""
-        return self._tap.holds_reductions_back
+        self.current, self.reason = _choose_tap(training, data_parallel, before_reduction, compression)
+        self._recorder.use_tap(self.current.name, self.current.streams)
 
     def install(self) -> None:
         """Hook into the training, and note changes of gradients that torch's functions make."""
-        self._tap.install()
-        gradient_ops.listen(self)
+        self.current.install()
+        gradient_ops.listen(self._recorder)
 
     def remove(self) -> None:
         """Remove all hooks, installed or not."""
-        self._tap.remove()
-        gradient_ops.unlisten(self)
+        self.current.remove()
+        gradient_ops.unlisten(self._recorder)
 
     def reinstall(self) -> None:
         """Move hooks to the parameters that are trained now."""
-        if not self._tap.in_buckets:
-            self._tap.remove()
-            self._tap.install()
+        if not self.current.in_buckets:
+            self.current.remove()
+            self.current.install()
 
     def take_at_step(self, reason: str) -> None:
         """Stage gradients at the optimizer's step from now on, on all ranks once the next generation begins."""
@@ -123,24 +99,12 @@ class GradientTap:
         self._live.growth.uncompressed = True
         self.reason = reason
         _log.warning("memckpt: gradients are now taken at the optimizer's step: %s", reason)
-        if not self._tap.in_buckets:
-            self._tap.remove()
+        if not self.current.in_buckets:
+            self.current.remove()
             params = [p for o in self._live.optimizers for g in o.param_groups for p in g["params"]]
-            reductions, self._tap = self._tap.reductions, StepTap(params, self._recorder)
-            self._tap.reductions = reductions  # it goes on counting: what was seen at the last commit is remembered
-            self._tap.install()
-
-    # Listener of gradient_ops
-
-    def gradients_change(self, kind: str, operand: Any, params: list[torch.Tensor]) -> None:
-        """Called before gradients are changed in place."""
-        with self._clock.in_hook():
-            self._recorder.gradients_change(kind, operand, params)
-
-    def gradients_changed(self, params: list[torch.Tensor]) -> None:
-        """Called after the change."""
-        with self._clock.in_hook():
-            self._recorder.note_versions(params)
+            reductions, self.current = self.current.reductions, StepTap(params, self._recorder)
+            self.current.reductions = reductions  # it goes on counting: what was seen at the last commit is remembered
+            self.current.install()
 
 
 def _choose_tap(

@@ -504,7 +504,7 @@ class Session:
             if not self._loop.can_end_record(epoch_over):
                 return False
             # If user code raises here, the record goes on; the call has been counted.
-            rank_state = self._rank_state.capture(self._tap.bucket_layout, self._recorder.pending.capture())
+            rank_state = self._rank_state.capture(self._tap.current.layout, self._recorder.pending.capture())
             self._rank_state.add_to_report = None  # from here on a reason goes into later records' reports
             point = RestorePoint(self._recorder.record, self._number, rank_state)
             self._end_step(point)  # before the record is staged: a mode that changes here makes a generation due
@@ -550,7 +550,7 @@ class Session:
             self._link.send(finish())
             return
         self._link.send_later(finish)
-        if not self._tap.holds_reductions_back and self._ranks.world_size > 1:
+        if not self._tap.current.holds_reductions_back and self._ranks.world_size > 1:
             # A reduction would imply to other ranks that this rank has committed.
             self._link.finish_sending()
 
@@ -571,7 +571,7 @@ class Session:
 
         Collective: mode and tuning may change from this record on.
         """
-        self._reductions_at_commit = self._tap.reductions
+        self._reductions_at_commit = self._tap.current.reductions
         self._switch.update_mode(point.record)
         self._tuning.end_record(point.record)
         self._last = point
@@ -616,7 +616,7 @@ class Session:
         self._protection.begin_next_unless_begun(point.record)
 
     def _is_restore_point(self, gradients_pending: bool | None) -> bool:
-        if self._ranks.world_size > 1 and self._tap.reductions == self._reductions_at_commit:
+        if self._ranks.world_size > 1 and self._tap.current.reductions == self._reductions_at_commit:
             # A batch without a reduction of all ranks belongs to the next record: its commit would not order the ranks.
             return False
         if gradients_pending is None:
@@ -712,8 +712,9 @@ class Session:
 
     def describe(self) -> str:
         """One line about the protection of this run: mode, tap, memory, agent, caveats."""
-        tap, where = self._tap.name, f"on node {self._ranks.node}, agent pid {self.agent_pid}{self._peers.describe()}"
-        return describe_protection(self._live.spec(self._switch.request), self.mode_reason, tap, where, self.caveats)
+        where = f"on node {self._ranks.node}, agent pid {self.agent_pid}{self._peers.describe()}"
+        spec, tap = self._live.spec(self._switch.request), self._tap.current.name
+        return describe_protection(spec, self.mode_reason, tap, where, self.caveats)
 
     # End
 

@@ -179,7 +179,11 @@ def train(attempt: Attempt) -> None:
         control.at("after commit")
     if session is not None:
         control.journal.note(
-            "end", tap=session._tap.name, tap_reason=session.tap_reason, mode=session.mode, drift=session.drift_ulp
+            "end",
+            tap=session._tap.current.name,
+            tap_reason=session.tap_reason,
+            mode=session.mode,
+            drift=session.drift_ulp,
         )
         session.close(finished=attempt.last_step is None)
     (attempt.report / "outcome").write_bytes(pickle.dumps(outcome(training)))
