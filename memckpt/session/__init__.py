@@ -2,8 +2,8 @@
 
 Read `session` first (its three phases, and `commit`), then `generation_switch` (when a base begins), `staging` (what is
 written of a record) and `protection` (what an error does). The agent: `link` (what is asked of it) over `connection`.
-The training: `ranks`, `mode` (of redo), `gradient_tap`, `rank_state`, `loop`. `resume/`: what an attempt goes on from.
-Frameworks' adapters call it, through `memckpt`; `tuning` advises, `peers` takes its part in the peers tier.
+The training: `ranks`, `mode` (of redo), `gradient_tap`, `compressed_averages`, `rank_state`, `loop`. `resume/`: what an
+attempt goes on from. Frameworks' adapters call it, through `memckpt`; `tuning` advises, `peers` is for the peers tier.
 """
 
 from memckpt.session.entry import attach

@@ -37,8 +37,9 @@ from memckpt.errors import (
 )
 from memckpt.processes.address import AgentAddress
 from memckpt.protocol.trainer import Commit, Void
+from memckpt.session.compressed_averages import CompressedAverages
 from memckpt.session.generation_switch import GenerationSwitch
-from memckpt.session.gradient_tap import CompressedAverages, GradientTap
+from memckpt.session.gradient_tap import GradientTap
 from memckpt.session.link import AgentLink
 from memckpt.session.loop import LoaderT, Loop
 from memckpt.session.mode import ModeChoice

@@ -21,7 +21,7 @@ from memckpt.config import StorageConfig
 from memckpt.errors import AgentGoneError
 from memckpt.journal.events import Advised
 from memckpt.protocol.trainer import Observed
-from memckpt.session.gradient_tap import record_redo_seconds
+from memckpt.session.compressed_averages import record_redo_seconds
 from memckpt.session.mode import LayoutSettings, ModeChoice, find_shortage, node_bytes
 from memckpt.session.protection import Protection
 from memckpt.session.rank_state import OWN, RankState

@@ -116,7 +116,7 @@ _LOCAL = (*_REDONE, ("snapshot", None))
 _DATA, _TOLERATED = (1, 2, 3, 4, 6, 8), (1, 2, 3, 4)
 #: Differences of ETTR below this one do not matter.
 SAME_ETTR = 1e-3
-#: Limits of an anchor period with compressed gradients, as ``memckpt.session.gradient_tap.period_for`` has them.
+#: Limits of an anchor period with compressed gradients, as ``memckpt.session.compressed_averages.period_for`` has them.
 _REDO_SECONDS, _SHORTEST, _LONGEST = 5.0, 8, 512
 #: Seconds that a piece takes for each record, on a core and on an accelerator, and the rate from which on it is one.
 _PIECE_SECONDS, _ON_ACCELERATORS, _TENSORS = (1e-4, 3e-4), 1e9, 200

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memckpt.session.gradient_tap import REDO_SECONDS, period_for
+from memckpt.session.compressed_averages import REDO_SECONDS, period_for
 
 
 @pytest.mark.parametrize(

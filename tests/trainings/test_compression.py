@@ -11,7 +11,7 @@ import torch
 from memckpt.compression import CompressionConfig, HalfPrecision, PowerSGD, Quantized8, RandomK, TopK, reducer_for
 from memckpt.compression.reduction import Bucket
 from memckpt.config import ErasureConfig, LossyConfig, StorageConfig
-from memckpt.session.gradient_tap import DROPPED, _Settings
+from memckpt.session.compressed_averages import DROPPED, _Settings
 from tests.gpu.cases import alone
 from tests.support.storage.stored_runs import catalog_of
 from tests.support.trainings.engine_harness import Lab

@@ -13,7 +13,7 @@ import torch
 from memckpt.agent import fencing as fence
 from memckpt.config import StorageConfig
 from memckpt.processes.handles import ProcessHandle
-from memckpt.session.gradient_tap import LATE_POWER_SGD
+from memckpt.session.compressed_averages import LATE_POWER_SGD
 from tests.support.cluster.waiting import until
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, StorageConfig, TopK
 from memckpt.config.settings import from_mapping
 from memckpt.errors import ConfigurationError
-from memckpt.session.gradient_tap import period_for
+from memckpt.session.compressed_averages import period_for
 from memckpt_hydra import protection
 from memckpt_tools.plan.table import as_python, as_yaml, settings_that_differ
 from memckpt_tools.planning.job import Failures, Job
