@@ -151,9 +151,8 @@ class Peers:
         with_previous: bool = False,
         adopt: bool = False,
     ) -> Plan:
-        """As :meth:`PeerRecovery.plan_with_peers`; without peers, just make the plan."""
-        if self._recovery is None:
-            return plan_without((), with_previous)
+        """Make the plan as :meth:`PeerRecovery.plan_with_peers` does; there must be peers."""
+        assert self._recovery is not None
         return self._recovery.plan_with_peers(plan_without, spec, self._join, with_previous, adopt)
 
     def _join(self, plan: Plan) -> None:

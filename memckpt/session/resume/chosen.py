@@ -84,6 +84,13 @@ class ChosenInMemory:
     diverges: ClassVar[int | None] = None
     resharded: ClassVar[bool] = False
 
+    @classmethod
+    def of(cls, plan: RestoreRecord, regions: PreparedRegions, rank: int, world_size: int) -> ChosenInMemory:
+        """The state that the agent has produced, which owns the regions from now on."""
+        state = codec.decode(regions.message.rank_states[rank])
+        held = HeldState(plan.step, plan.record, plan.tier, state["provided"], world_size, plan.step)
+        return cls(plan, held, state, regions.message.metas, HeldGeneration(regions), plan.record + plan.lost)
+
     @property
     def not_exact(self) -> str:
         """What the audit had found in what is restored, in words; empty if nothing."""

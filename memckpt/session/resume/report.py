@@ -176,11 +176,6 @@ class Proof:
     rounds: bool = False
     broken: bool = False
 
-    @property
-    def inexact(self) -> str:
-        """Why the restored state is not exactly that of the record, in words; empty if it is."""
-        return self.line if self.differs or self.rounds else ""
-
 
 @dataclass
 class ResumeCheck:

@@ -51,12 +51,12 @@ from memckpt.recovery.sources import BadSource
 from memckpt.session.link import AgentLink
 from memckpt.session.peers import Peers
 from memckpt.session.ranks import LocalTraining
-from memckpt.session.resume.chosen import Chosen, ChosenInMemory, ChosenInStorage, HeldGeneration
+from memckpt.session.resume.chosen import Chosen, ChosenInMemory, ChosenInStorage
 from memckpt.session.resume.first_steps import FirstSteps, Repetition, compare_sample
 from memckpt.session.resume.report import HeldState, Proof, RestoreReport, prove
 from memckpt.session.resume.storage_tier import Resharding, StorageTier, plan_with_storage
 from memckpt.session.staging import RestorePoint, Staging
-from memckpt.state import codec, rng
+from memckpt.state import rng
 from memckpt.state.layout import Layout
 from memckpt.state.records import HeldFragments, HeldRecords
 from memckpt.state.spec import StateSpec
@@ -250,7 +250,9 @@ class Resumption:
             stored = Stored(tier.points, tier.catalog.latest_attempt, tier.name, tier.catalog.stranded)
             return make_plan(found.held, self._resume, found.attempt, stored, found.fragments, bad, with_previous)
 
-        make = partial(self._peers.plan_with_peers, plan_without, self._spec, self._repeats)
+        make = partial(plan_without, (), self._repeats)
+        if self._peers.active:
+            make = partial(self._peers.plan_with_peers, plan_without, self._spec, self._repeats)
         plan = plan_with_storage(tier, self._resume, make)
         self._link.claimed = tier.claimed  # the planning may have claimed the store
         self._timeline = plan.timeline
@@ -328,22 +330,7 @@ class Resumption:
             )
         regions = self._link.resume(plan.record, plan.timeline, self._repeats)
         try:
-            state = codec.decode(regions.message.rank_states[self._ranks.rank])
-            self.chosen = ChosenInMemory(
-                plan,
-                HeldState(
-                    step=plan.step,
-                    record=plan.record,
-                    tier=plan.tier,
-                    rank_state=state["provided"],
-                    world_size=self._ranks.world_size,
-                    newest_step=plan.step,
-                ),
-                state,
-                regions.message.metas,
-                HeldGeneration(regions),
-                newest_known=plan.record + plan.lost,
-            )
+            self.chosen = ChosenInMemory.of(plan, regions, self._ranks.rank, self._ranks.world_size)
         except BaseException:  # raised again: the regions have no other owner yet
             regions.close()
             raise
@@ -650,7 +637,11 @@ class Resumption:
         elif isinstance(chosen, ChosenInMemory):
             self._take_writer(chosen, tap, resume)
         # Logged before: by the choice of the state, and as the verdict of the check.
-        unproven = _OTHER_RANKS if chosen.resharded else _NO_SAMPLE
+        stated: tuple[str, ...] = ()
+        if proof is None:
+            stated = (_OTHER_RANKS if chosen.resharded else _NO_SAMPLE,)
+        elif proof.differs or proof.rounds:
+            stated = (proof.line,)
         held, lost = chosen.held, self._count_lost(self.state_after_repetition or chosen)
         self._first_steps.report = report = RestoreReport(
             held.step,
@@ -658,7 +649,7 @@ class Resumption:
             held.tier,
             self._seconds,
             lost,
-            tuple(filter(None, [unproven if proof is None else proof.inexact])),
+            stated,
             check,
             repeated=check.step if self._replays and check.verdict == "pending" else None,
         )
