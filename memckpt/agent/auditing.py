@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from memckpt.agent.group import Group
+from memckpt.agent.unit import Unit
 from memckpt.errors import AgentError
 from memckpt.memory.generation import Generation
 from memckpt.processes.event_loop import EventLoop
@@ -114,25 +114,25 @@ class Auditing:
         if not self._share:
             self.close()
 
-    def drop_group(self, ranks: RankGroup) -> None:
+    def drop_unit(self, ranks: RankGroup) -> None:
         """Audit the slots of these ranks no more: they are about to be dropped, or written by another attempt."""
         watched = self._watched.pop(ranks, None)
         if watched is not None and watched.known:
             self._send(ForgetAudits(watched.key))
 
-    def committed(self, group: Group, accelerated: bool) -> None:
-        """Begin or continue audits of a group that has committed something."""
-        generation = group.held
-        watched = self._watched.get(group.ranks)
+    def committed(self, unit: Unit, accelerated: bool) -> None:
+        """Begin or continue audits of a unit that has committed something."""
+        generation = unit.held
+        watched = self._watched.get(unit.ranks)
         if watched is not None and watched.generation is not generation:
-            self.drop_group(group.ranks)
+            self.drop_unit(unit.ranks)
             watched = None
         if generation is None or not self._is_audited(generation):
             return
         if watched is None:
-            watched = self._watched[group.ranks] = self._watch(generation, accelerated)
+            watched = self._watched[unit.ranks] = self._watch(generation, accelerated)
             if not watched.pieces:
-                self._found(group.ranks, Cleared(generation.number, whole=False))
+                self._found(unit.ranks, Cleared(generation.number, whole=False))
         newest = generation.common
         if watched.pieces and self._is_there() and newest > watched.seen:
             watched.seen = newest

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from memckpt.agent.group_host import Host
-from memckpt.agent.groups import Groups
+from memckpt.agent.unit_host import Host
+from memckpt.agent.units import Units
 
 #: How long an agent that holds nothing waits for a trainer, at most.
 _ORPHAN_SECONDS = 120.0
@@ -19,13 +19,13 @@ class Lifetime:
 
     def __init__(
         self,
-        groups: Groups,
+        units: Units,
         host: Host,
         linger_seconds: float,
         by_operator: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._clock, self._groups, self._host = clock, groups, host
+        self._clock, self._units, self._host = clock, units, host
         self.linger_seconds, self.by_operator = linger_seconds, by_operator
         self.started = clock()
         #: Since when no trainer is here; None while one is, or is awaited.
@@ -78,21 +78,21 @@ class Lifetime:
         if not self._saved_alone:
             return False
         self._saved_alone = False
-        self._groups.retry_later()
+        self._units.retry_later()
         return self.finishing
 
     # The clock
 
     def look_at_clock(self) -> None:
         if self.idle_since is not None:
-            self._groups.save_asked()
-        if self._must_save and self._clock() >= self._groups.save_at(self.idle_since or 0.0):
+            self._units.save_asked()
+        if self._must_save and self._clock() >= self._units.save_at(self.idle_since or 0.0):
             self._save(as_checkpoint=self.finishing)
-        if self._over_when_saved is not None and not self._groups.saving and not self._owes:
+        if self._over_when_saved is not None and not self._units.saving and not self._owes:
             lost = f"; what it held could not be saved: {self.unsaved}" if self.unsaved else ""
             self.over = self._over_when_saved + lost
         lingers_until = self._lingers_until()
-        if lingers_until is not None and self._clock() >= lingers_until and not self._groups.saving:
+        if lingers_until is not None and self._clock() >= lingers_until and not self._units.saving:
             self.over = f"no trainer came back within {self.linger_seconds:.0f} s"
         if self._watches_file and self._clock() >= self._look_at:
             self._look_at = self._clock() + _FILE_SECONDS
@@ -103,37 +103,37 @@ class Lifetime:
     def deadline(self) -> float | None:
         """When something is due by the clock; None: nothing is."""
         # What is being saved has a deadline of its own, and its end is an event.
-        lingers_until = None if self._groups.saving else self._lingers_until()
-        save_at = self._groups.save_at(self.idle_since or 0.0) if self._must_save else None
-        graced_until = self._groups.preempted_until if self._over_when_saved is not None and self._owes else None
+        lingers_until = None if self._units.saving else self._lingers_until()
+        save_at = self._units.save_at(self.idle_since or 0.0) if self._must_save else None
+        graced_until = self._units.preempted_until if self._over_when_saved is not None and self._owes else None
         look_at = self._look_at if self._watches_file else None
         return min((at for at in (lingers_until, save_at, graced_until, look_at) if at is not None), default=None)
 
     @property
     def _watches_file(self) -> bool:
         """Whether a trainer may yet look for it: what it holds is no use to anybody once its file is gone."""
-        return self.idle_since is not None and self._over_when_saved is None and not self._groups.saving
+        return self.idle_since is not None and self._over_when_saved is None and not self._units.saving
 
     @property
     def _owes(self) -> bool:
         """Whether it stays although it is to end: what it holds could not be saved, and is tried again."""
-        in_grace = self._in_grace and bool(self._groups.complete_generations)
+        in_grace = self._in_grace and bool(self._units.complete_generations)
         return not self._saved_alone and (self.finishing or in_grace or self._patient)
 
     @property
     def unsaved(self) -> str:
         """Why what it holds is not in storage; empty if it is, or nothing is to be."""
-        if not self._groups.enabled or not self._groups.complete_generations:
+        if not self._units.enabled or not self._units.complete_generations:
             return ""
-        if self._saved_alone and not self._groups.saving:
+        if self._saved_alone and not self._units.saving:
             return ""
-        return self._groups.alarm or "there was no time for it"
+        return self._units.alarm or "there was no time for it"
 
     def _lingers_until(self) -> float | None:
         """When lingering ends; None while a trainer is here."""
         if self.idle_since is None or (self.by_operator and not self._had_attempt):
             return None
-        holds = bool(self._groups.complete_generations) or self._host.bytes_for_peers() > 0
+        holds = bool(self._units.complete_generations) or self._host.bytes_for_peers() > 0
         limit = self.linger_seconds if holds else min(self.linger_seconds, _ORPHAN_SECONDS)
         return self.idle_since + limit
 
@@ -141,13 +141,13 @@ class Lifetime:
     def _must_save(self) -> bool:
         """Whether no trainer is here, or the end is ordered, and what is held is not on its way to storage yet."""
         alone = self.idle_since is not None or self._in_grace
-        held = bool(self._groups.complete_generations)
-        return alone and held and not self._saved_alone and self._groups.enabled
+        held = bool(self._units.complete_generations)
+        return alone and held and not self._saved_alone and self._units.enabled
 
     @property
     def _in_grace(self) -> bool:
-        return self._ordered and self._groups.preempted_until is not None
+        return self._ordered and self._units.preempted_until is not None
 
     def _save(self, as_checkpoint: bool) -> None:
         self._saved_alone = True
-        self._groups.save_held(as_checkpoint)
+        self._units.save_held(as_checkpoint)

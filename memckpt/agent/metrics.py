@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
-from memckpt.agent.group import Group
 from memckpt.agent.lifetime import Lifetime
 from memckpt.agent.observer import STALL_BOUNDS_MS, Observer, resident_bytes
+from memckpt.agent.unit import Unit
 from memckpt.errors import AgentGoneError
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.attempt import TrainerHandle
@@ -359,16 +359,16 @@ class Metrics:
 def describe(
     address: AgentAddress,
     trainers: Sequence[TrainerHandle],
-    groups: Sequence[Group],
+    units: Sequence[Unit],
     lifetime: Lifetime,
     observer: Observer,
     peers: PeersStatus | None,
     metrics: str,
     audit: AuditStatus | None,
 ) -> Status:
-    """Describe an agent and its living trainers: of several groups the least that is true of all."""
+    """Describe an agent and its living trainers: of several units the least that is true of all."""
     figures = observer.figures
-    generations = [one.held for one in groups if one.held is not None]
+    generations = [one.held for one in units if one.held is not None]
     replicas = [one.replica for one in generations if one.replica is not None]
     steps = [step for one in generations if (step := one.newest_step) is not None]
     rates = [one.seconds_applying / one.records_applied for one in replicas if one.records_applied]
@@ -385,7 +385,7 @@ def describe(
         committed=tuple(sorted((rank, record) for one in generations for rank, record in one.ledger.committed.items())),
         applied=min((one.applied for one in replicas), default=None),
         step=min(steps, default=None),
-        held_bytes=sum(one.nbytes for one in groups),
+        held_bytes=sum(one.nbytes for one in units),
         generation=first.number if first is not None else 0,
         max_drift_ulp=figures.max_drift_ulp,
         redo_seconds_per_record=max(rates, default=None),
@@ -393,7 +393,7 @@ def describe(
         uptime_seconds=time.monotonic() - lifetime.started,
         stall_ms=figures.stall_ms,
         by_operator=lifetime.by_operator,
-        storage=_storage([one for one in groups if one.held is not None] or groups),
+        storage=_storage([one for one in units if one.held is not None] or units),
         records_held=min((one.records_held for one in generations), default=0),
         peers=peers,
         check=figures.check,
@@ -408,8 +408,8 @@ def describe(
     )
 
 
-def _storage(groups: Sequence[Group]) -> StorageStatus | None:
-    found = (one.saver.status(one.held.newest_step if one.held is not None else None) for one in groups)
+def _storage(units: Sequence[Unit]) -> StorageStatus | None:
+    found = (one.saver.status(one.held.newest_step if one.held is not None else None) for one in units)
     parts = [part for part in found if part is not None]
     if not parts:
         return None

@@ -15,12 +15,12 @@ import msgspec
 from memckpt.agent.auditing import Auditing
 from memckpt.agent.connections import Connection, Connections
 from memckpt.agent.fencing import Gate
-from memckpt.agent.group import Group
-from memckpt.agent.groups import Groups
 from memckpt.agent.lifetime import Lifetime
 from memckpt.agent.metrics import Metrics, describe, measure
 from memckpt.agent.observer import Observer
 from memckpt.agent.replication.peer_tier import Peers
+from memckpt.agent.unit import Unit
+from memckpt.agent.units import Units
 from memckpt.errors import AgentError, MemckptError, RunBusyError
 from memckpt.journal.events import AnyEvent
 from memckpt.memory.generation import Generation
@@ -71,13 +71,13 @@ class Agent:
         self._observer = Observer(address, by_operator, self._status, self._loop.clock)
         self._metrics = Metrics(address, metrics, self._loop.post, lambda: measure(self._status(), self._observer))
         self._liveness_seconds = 15.0
-        self._groups = Groups(address.node, self)
-        self._lifetime = Lifetime(self._groups, self, linger_seconds, by_operator, self._loop.clock)
-        self._peers = Peers(self._loop, self._groups, self._peers_changed)
+        self._units = Units(address.node, self)
+        self._lifetime = Lifetime(self._units, self, linger_seconds, by_operator, self._loop.clock)
+        self._peers = Peers(self._loop, self._units, self._peers_changed)
         self._auditing = Auditing(self._loop, self._handle_news)
         #: In front of the attempt that is about to begin, while trainers of the present one are dying.
         self._gate = Gate(self._loop, self._connections, self._observer, self._lifetime, self._held_bytes)
-        self._loop.each_turn(self._groups.look_at_clock, self._groups.deadline)
+        self._loop.each_turn(self._units.look_at_clock, self._units.deadline)
         self._loop.each_turn(self._tell_replicator, lambda: None)
         self._loop.each_turn(self._lifetime.look_at_clock, self._lifetime.deadline)
         self._loop.each_turn(self._observer.look_at_clock, self._observer.deadline)
@@ -116,7 +116,7 @@ class Agent:
 
     def _stop(self, reason: str) -> None:
         self._read_commits()
-        self._groups.preempt(ending=True)
+        self._units.preempt(ending=True)
         self._stop_answering()
         self._gate.turn_away()
         self._tell_trainers(said.Leaving())
@@ -127,11 +127,11 @@ class Agent:
     def _save_to(self, connection: Connection, url: str) -> None:
         training = self._attempt if self._lifetime.idle_since is None else None
         ahead = training.newest_record + _SAVE_AHEAD if training is not None else 0
-        self._groups.save_to(url, partial(self._connections.answer, connection), training is not None, ahead)
+        self._units.save_to(url, partial(self._connections.answer, connection), training is not None, ahead)
 
     def checkpoint_failed(self) -> None:
         if self._lifetime.checkpoint_failed():
-            self._tell_trainers(said.HoldingOn(self._groups.alarm, self._lifetime.linger_seconds))
+            self._tell_trainers(said.HoldingOn(self._units.alarm, self._lifetime.linger_seconds))
 
     def _stop_answering(self) -> None:
         """Answer no more: from here on a trainer that looks for an agent starts another one."""
@@ -149,7 +149,7 @@ class Agent:
         self._auditing.close()
         farewell = said.Leaving(last=True, unsaved=self._lifetime.unsaved)
         # State goes first, so that a trainer which sees the connection end knows that nothing is left.
-        self._groups.close()
+        self._units.close()
         self._connections.close(farewell)
         self._metrics.close()
         self._observer.close(self._lifetime.over or "an error, which its log has")
@@ -162,7 +162,7 @@ class Agent:
         assert connection.trainer is not None
         if self._attempt is not None and self._attempt.nonce == connection.nonce:
             connection.trainer.left, connection.trainer.left_at = True, self._loop.clock()
-            self._groups.make_slots(self._attempt)
+            self._units.make_slots(self._attempt)
             last = not self._attempt.living()
             self._observer.trainer_left(connection.trainer, last)
             if last:
@@ -171,7 +171,7 @@ class Agent:
                 self._lifetime.trainers_left()
 
     def _held_bytes(self) -> int:
-        return sum(one.nbytes for one in self._groups)
+        return sum(one.nbytes for one in self._units)
 
     def _tell_replicator(self) -> None:
         """Tell what memory is held; if a trainer goes on without us, others need not wait for this node."""
@@ -208,12 +208,12 @@ class Agent:
     # Peers
 
     def _peers_changed(self, message: WatermarkAdvanced | ReplicatorLost) -> None:
-        for group in self._groups:
-            self._raise_redo_limit(group)  # which may have waited for its answer
+        for unit in self._units:
+            self._raise_redo_limit(unit)  # which may have waited for its answer
         self._tell_trainers(message)
 
-    def _raise_redo_limit(self, group: Group) -> None:
-        group.generations.raise_redo_limit(self._peers.redo_limit(group))
+    def _raise_redo_limit(self, unit: Unit) -> None:
+        unit.generations.raise_redo_limit(self._peers.redo_limit(unit))
 
     def bytes_for_peers(self) -> int:
         return self._peers.replicator.kept_bytes
@@ -230,28 +230,28 @@ class Agent:
         self._loop.post(partial(self._handle_news, ranks, message))
 
     def _handle_news(self, ranks: RankGroup, message: RedoNews | said.Cleared) -> None:
-        group = self._groups.get(ranks)
-        if group is None:
+        unit = self._units.get(ranks)
+        if unit is None:
             return  # it was dropped meanwhile
         match message:
             case MemoryReserved():
-                group.memory_reserved(message.generation)
+                unit.memory_reserved(message.generation)
                 return
             case CopyReserved():
-                group.saver.state_copies.reserved(message.order)
+                unit.saver.state_copies.reserved(message.order)
                 return
             case ReplicaCopied():
-                group.saver.state_copies.copied(message)
+                unit.saver.state_copies.copied(message)
                 return
         if isinstance(message, said.Drift):
             _log.info("drift of %g ulp at record %d in %s", message.max_ulp, message.record, message.tensor)
             trainers = self._attempt.trainers.values() if self._attempt is not None else ()
             # An accelerator rounds otherwise than redo here.
             rounds_alike = not any(trainer.accelerated for trainer in trainers if trainer.unit == ranks)
-            message = group.generations.drifted(message, exact=message.sure or rounds_alike)
+            message = unit.generations.drifted(message, exact=message.sure or rounds_alike)
         if isinstance(message, said.Alarm):
             _log.error("%s", message.reason)
-            group.generations.drop_all()
+            unit.generations.drop_all()
         self.tell_ranks(ranks, message)
 
     # Messages
@@ -306,9 +306,9 @@ class Agent:
             rank, unit, connection.process, launcher, hello.next_record, hello.accelerated
         )
         self._lifetime.trainer_came()
-        self._groups.introduce(hello)
+        self._units.introduce(hello)
         self._peers.replicator.fingerprints[rank] = hello.fingerprint
-        held = () if hello.rejoining else self._groups.inventory(hello)  # one that is back asks for nothing
+        held = () if hello.rejoining else self._units.inventory(hello)  # one that is back asks for nothing
         self._liveness_seconds = hello.liveness_seconds
         self._loop.beat_seconds = look_seconds(hello.liveness_seconds)
         inventory = said.Inventory(held, os.getpid(), self._observer.latest_attempt)
@@ -328,33 +328,33 @@ class Agent:
         self._lifetime.begin_attempt(first=self._attempt is None)
         self._observer.figures.check = ""
         self._peers.begin_attempt()
-        for group in self._groups:
-            self._auditing.drop_group(group.ranks)
-        self._groups.begin_attempt()
+        for unit in self._units:
+            self._auditing.drop_unit(unit.ranks)
+        self._units.begin_attempt()
         self._attempt = Attempt(hello.nonce, hello.world_size, hello.local_ranks)
 
     def _handle_trainer(
         self, connection: Connection, trainer: TrainerHandle, attempt: Attempt, message: TrainerToAgent
     ) -> None:
         """Do what a trainer asks for. AgentError: it breaks the protocol. It goes on after other MemckptErrors."""
-        group = self._groups[trainer.unit]
+        unit = self._units[trainer.unit]
         match message:
             case said.Prepare():
-                self._auditing.drop_group(trainer.unit)  # its memory is about to be let go of
+                self._auditing.drop_unit(trainer.unit)  # its memory is about to be let go of
                 if message.discard and attempt.is_first_to_discard(trainer):
-                    self._groups.discard(attempt)
-                generation = group.prepare(trainer.rank, message)
+                    self._units.discard(attempt)
+                generation = unit.prepare(trainer.rank, message)
                 prepared = said.Prepared(generation.number, generation.spec, begins=message.record)
-                group.when_reserved(generation, partial(self._send_regions, connection, prepared, generation))
+                unit.when_reserved(generation, partial(self._send_regions, connection, prepared, generation))
             case said.Observed():
-                group.saver.schedule.observe(message)
+                unit.saver.schedule.observe(message)
             case said.NeedSlots():
-                group.want_slots(trainer.rank, message)
-                self._groups.make_slots(attempt, now=trainer.unit if message.now else ())
+                unit.want_slots(trainer.rank, message)
+                self._units.make_slots(attempt, now=trainer.unit if message.now else ())
             case said.Resume():
-                generation, prepared = group.resume(message)
+                generation, prepared = unit.resume(message)
                 prepared = msgspec.structs.replace(prepared, drift=generation.drift)
-                group.when_reserved(generation, partial(self._send_regions, connection, prepared, generation))
+                unit.when_reserved(generation, partial(self._send_regions, connection, prepared, generation))
                 if generation.drift is not None:
                     self._connections.answer(connection, generation.drift)  # nothing may have been done about it yet
             case said.Checked():
@@ -370,20 +370,20 @@ class Agent:
                 self._metrics.configure(message.metrics)
                 self._auditing.configure(message)
                 extend_search_path(message.search_path)
-                self._groups.configure(trainer.unit, message, self._connections.address.run_dir)
+                self._units.configure(trainer.unit, message, self._connections.address.run_dir)
             case said.GenerationCommit():
                 trainer.next_record = message.record + 1
-                group.generation_committed(trainer.rank, message)
-                self._committed(group, trainer, attempt)
+                unit.generation_committed(trainer.rank, message)
+                self._committed(unit, trainer, attempt)
             case said.Commit():
                 trainer.next_record = message.record + 1
-                group.commit(trainer.rank, message, attempt)
-                self._committed(group, trainer, attempt)
+                unit.commit(trainer.rank, message, attempt)
+                self._committed(unit, trainer, attempt)
             case Listen():
                 self._connections.answer(connection, self._peers.replicator.listen(message))
             case Join():
                 self._peers.join(message)
-                for each in self._groups:
+                for each in self._units:
                     self._raise_redo_limit(each)
             case AskPhases():
                 ranks = attempt.local_ranks
@@ -392,15 +392,15 @@ class Agent:
             case Recover():
                 self._peers.recover(message, partial(self._connections.answer, connection))
             case RankPartCopied():
-                group.saver.state_copies.add_part(trainer.rank, message)
+                unit.saver.state_copies.add_part(trainer.rank, message)
             case said.Void():
                 _log.warning("rank %d could not stage record %d: %s", trainer.rank, message.record, message.reason)
                 trainer.next_record = message.record + 1
-                self._groups.make_slots(attempt)
+                self._units.make_slots(attempt)
             case said.NeedGeneration():
-                self._order_generation(group, message, connection)
+                self._order_generation(unit, message, connection)
             case said.Preempted():
-                stored = self._groups.preempt()
+                stored = self._units.preempt()
                 what = "what is held goes to storage now" if stored else "without storage, what is held stays in memory"
                 _log.warning("rank %d got SIGTERM: %s", trainer.rank, what)
             case said.Goodbye():
@@ -414,16 +414,16 @@ class Agent:
             case _:
                 raise AgentError(f"unexpected {type(message).__name__} from a trainer")
 
-    def _committed(self, group: Group, trainer: TrainerHandle, attempt: Attempt) -> None:
-        """Have audits, peers and ranks that wait for slots go on with what a group has committed."""
-        self._auditing.committed(group, trainer.accelerated)
-        self._peers.sync(group)
-        self._raise_redo_limit(group)
-        self._groups.make_slots(attempt)
+    def _committed(self, unit: Unit, trainer: TrainerHandle, attempt: Attempt) -> None:
+        """Have audits, peers and ranks that wait for slots go on with what a unit has committed."""
+        self._auditing.committed(unit, trainer.accelerated)
+        self._peers.sync(unit)
+        self._raise_redo_limit(unit)
+        self._units.make_slots(attempt)
 
-    def _order_generation(self, group: Group, message: said.NeedGeneration, asker: Connection) -> None:
+    def _order_generation(self, unit: Unit, message: said.NeedGeneration, asker: Connection) -> None:
         assert asker.trainer is not None
-        order = group.order_generation(message, asker.trainer.rank)
+        order = unit.order_generation(message, asker.trainer.rank)
         # The asker last: once it has its answer, the order lies in every other rank's socket, and none of them can
         # pass the record without a backward that needs the asker.
         self._connections.answer(asker, order)
@@ -442,15 +442,15 @@ class Agent:
             problem = saved.reason if isinstance(saved, SaveFailed) else ""
             self._connections.answer(connection, RecordSaved(message.record, problem))
 
-        self._groups.save_record(message.record, message.url, answer)
+        self._units.save_record(message.record, message.url, answer)
 
     def _status(self) -> Status:
         trainers = self._attempt.living() if self._attempt is not None else []
-        groups = sorted(self._groups, key=lambda one: one.ranks)
+        units = sorted(self._units, key=lambda one: one.ranks)
         return describe(
             self._connections.address,
             trainers,
-            groups,
+            units,
             self._lifetime,
             self._observer,
             self._peers.status,

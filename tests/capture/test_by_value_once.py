@@ -16,8 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memckpt.agent.group import Group
 from memckpt.agent.saving.state_copies import Run, StateCopies, StateCopy, carry_on
+from memckpt.agent.unit import Unit as AgentUnit
 from memckpt.capture import by_value
 from memckpt.errors import DamagedStateError, MemoryBudgetError
 from memckpt.memory.generation import make_generation
@@ -257,12 +257,12 @@ class Unit:
     """Ranks that share slots, as their agent sees them."""
 
     spec: StateSpec
-    group: Group = field(init=False)
+    group: AgentUnit = field(init=False)
     attempt: Attempt = field(init=False)
 
     def __post_init__(self) -> None:
         self.attempt = Attempt("n", self.spec.world_size, tuple(range(self.spec.world_size)))
-        self.group = Group("n", self.spec.local_ranks, "n", QuietHost(), QuietHost())
+        self.group = AgentUnit("n", self.spec.local_ranks, "n", QuietHost(), QuietHost())
 
 
 class Trainer:

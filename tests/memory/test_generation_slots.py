@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memckpt.agent.groups import Groups
+from memckpt.agent.units import Units as AgentUnits
 from memckpt.errors import AgentError, MemckptError, MemoryBudgetError
 from memckpt.memory import region
 from memckpt.memory.generation import Generation
@@ -61,7 +61,7 @@ class Node(QuietHost):
         self.budget = budget
         self.waiting: set[int] = set()
         self.heard: dict[tuple[int, ...], list[Message]] = {unit: [] for unit in units}
-        self.groups = Groups("n", self)
+        self.groups = AgentUnits("n", self)
         self.attempt = Attempt("a", self.world_size, ranks)
         for rank, unit in self.units.items():
             hello = Hello(1, "a", rank, self.world_size, ranks, unit, Launcher(0, 0, 0), ())

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from memckpt.agent.connections import Connection
-from memckpt.agent.group import Group
 from memckpt.agent.server import Agent
+from memckpt.agent.unit import Unit
 from memckpt.protocol.trainer import GenerationCommit, NeedGeneration
 from tests.support.trainings import rank_trainings
 from tests.support.trainings.engine_harness import Lab
@@ -71,22 +71,22 @@ def test_a_second_rank_s_order_that_comes_late_begins_no_generation_of_its_own(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both ask at the same record; the agent comes to the second one's question when all is done already."""
-    order, committed = Agent._order_generation, Group.generation_committed
+    order, committed = Agent._order_generation, Unit.generation_committed
     asked: list[Any] = []
 
-    def order_later(agent: Agent, group: Group, message: NeedGeneration, asker: Connection) -> None:
-        asked.append((agent, group, message, asker))
+    def order_later(agent: Agent, unit: Unit, message: NeedGeneration, asker: Connection) -> None:
+        asked.append((agent, unit, message, asker))
         if len(asked) == 2:
             order(*asked[0])
 
-    def commit_and_order(group: Group, rank: int, message: GenerationCommit) -> None:
-        committed(group, rank, message)
-        if len(asked) == 2 and group._pending.generation is None:
+    def commit_and_order(unit: Unit, rank: int, message: GenerationCommit) -> None:
+        committed(unit, rank, message)
+        if len(asked) == 2 and unit._pending.generation is None:
             order(*asked.pop())
             print("the late order is given")
 
     monkeypatch.setattr(Agent, "_order_generation", order_later)
-    monkeypatch.setattr(Group, "generation_committed", commit_and_order)
+    monkeypatch.setattr(Unit, "generation_committed", commit_and_order)
     agent = lab.start_agent()
     survives(lab, job_of(lab, "lazy", False, (0, 1)), [Death("all", 9, "forward")], [9])
     log = agent.log.read_text()

@@ -6,8 +6,8 @@ import logging
 import secrets
 from collections.abc import Iterator
 
-from memckpt.agent.group import Group
 from memckpt.agent.saving.state_copies import StateCopy
+from memckpt.agent.unit import Unit
 from memckpt.memory.generation import Generation
 from memckpt.protocol.replication import PeerJob, SendGeneration, SendRecord, StateCopied
 from memckpt.state.records import RankGroup
@@ -15,7 +15,7 @@ from memckpt.state.records import RankGroup
 _log = logging.getLogger("memckpt.agent")
 
 
-def announce(group: Group, held: Generation, name: str, watermark: int) -> SendGeneration:
+def announce(unit: Unit, held: Generation, name: str, watermark: int) -> SendGeneration:
     """Description of a complete generation, for peers. An acknowledged base is not read from the replica any more."""
     assert held.base is not None
     missing: tuple[tuple[int, int, str], ...] = ()
@@ -24,7 +24,7 @@ def announce(group: Group, held: Generation, name: str, watermark: int) -> SendG
     if stays and held.replica is not None and held.replica.stands_at(held.base):
         missing, plain = held.replica.describe_state()
     return SendGeneration(
-        ranks=group.ranks,
+        ranks=unit.ranks,
         generation=name,
         number=held.number,
         spec=held.spec,
@@ -32,15 +32,15 @@ def announce(group: Group, held: Generation, name: str, watermark: int) -> SendG
         records=held.sendable(with_base=stays),
         missing=missing,
         plain=plain,
-        history=group.history,
+        history=unit.history,
     )
 
 
-def by_value(group: Group, copy: StateCopy, name: str) -> StateCopied:
+def by_value(unit: Unit, copy: StateCopy, name: str) -> StateCopied:
     """Description of a state that was copied for peers."""
     held, record = copy.generation, copy.record
     return StateCopied(
-        ranks=group.ranks,
+        ranks=unit.ranks,
         record=record,
         generation=name,
         spec=held.spec,
@@ -48,11 +48,11 @@ def by_value(group: Group, copy: StateCopy, name: str) -> StateCopied:
         rank_states=held.ledger.rank_states(record),
         missing=copy.missing,
         plain=copy.plain,
-        history=group.history,
+        history=unit.history,
     )
 
 
-def hand_out(group: Group, held: Generation, record: int, behind: int) -> SendGeneration:
+def hand_out(unit: Unit, held: Generation, record: int, behind: int) -> SendGeneration:
     """Description of a state that stands still, for readers; an eager replica stands `behind` it by some records."""
     base = record - behind
     missing: tuple[tuple[int, int, str], ...] = ()
@@ -67,7 +67,7 @@ def hand_out(group: Group, held: Generation, record: int, behind: int) -> SendGe
         for number, meta in zip(range(base - held.spec.period + 1, record + 1), metas, strict=True)
     }
     return SendGeneration(
-        ranks=group.ranks,
+        ranks=unit.ranks,
         generation="",
         number=held.number,
         spec=held.spec,
@@ -75,14 +75,14 @@ def hand_out(group: Group, held: Generation, record: int, behind: int) -> SendGe
         records=records,
         missing=missing,
         plain=plain,
-        history=group.history,
+        history=unit.history,
         serve=True,
     )
 
 
-def can_send(group: Group, job: PeerJob) -> bool:
-    """Whether a group holds a whole generation of this attempt; after an earlier one's a new one follows."""
-    held = group.held
+def can_send(unit: Unit, job: PeerJob) -> bool:
+    """Whether a unit holds a whole generation of this attempt; after an earlier one's a new one follows."""
+    held = unit.held
     return held is not None and held.complete and held.base is not None and held.base > (job.record or 0)
 
 
@@ -106,18 +106,16 @@ class OwnRecords:
         """Name of the generation that is sent of a unit; empty if none is."""
         return self._sent.get(ranks, ("", 0))[0]
 
-    def due(
-        self, group: Group, job: PeerJob, watermark: int
-    ) -> Iterator[tuple[SendGeneration | SendRecord, list[int]]]:
-        """Messages with what is whole of a group and not given yet, with descriptors; given once all are taken."""
-        held = group.held
-        if held is None or not can_send(group, job):
+    def due(self, unit: Unit, job: PeerJob, watermark: int) -> Iterator[tuple[SendGeneration | SendRecord, list[int]]]:
+        """Messages with what is whole of a unit and not given yet, with descriptors; given once all are taken."""
+        held = unit.held
+        if held is None or not can_send(unit, job):
             return
-        name = self.name(job, group.ranks, held.number)
-        sent_name, sent = self._sent.get(group.ranks, ("", 0))
+        name = self.name(job, unit.ranks, held.number)
+        sent_name, sent = self._sent.get(unit.ranks, ("", 0))
         whole = held.common
         if sent_name != name:
-            yield announce(group, held, name, watermark), [region.fd for region in held.regions]
+            yield announce(unit, held, name, watermark), [region.fd for region in held.regions]
             sent = whole
         while sent < whole:
             sent += 1
@@ -125,8 +123,8 @@ class OwnRecords:
                 continue  # it is not captured
             record = held.log_record(sent)
             if record is None:
-                _log.warning("record %d of ranks %s is not sent: not all of it is known", sent, group.ranks)
+                _log.warning("record %d of ranks %s is not sent: not all of it is known", sent, unit.ranks)
                 continue
-            message = SendRecord(group.ranks, name, record.record, record.step, record.meta, record.rank_states)
+            message = SendRecord(unit.ranks, name, record.record, record.step, record.meta, record.rank_states)
             yield message, []
-        self._sent[group.ranks] = name, sent
+        self._sent[unit.ranks] = name, sent

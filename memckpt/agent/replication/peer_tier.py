@@ -9,11 +9,11 @@ from functools import partial
 
 import msgspec
 
-from memckpt.agent.group import Group
-from memckpt.agent.groups import Groups
 from memckpt.agent.replication.handing_out import OwnRecords, by_value, can_send, hand_out
 from memckpt.agent.replication.own_replicator import OwnReplicator
 from memckpt.agent.saving.state_copies import StateCopy
+from memckpt.agent.unit import Unit
+from memckpt.agent.units import Units
 from memckpt.errors import AgentError, MemckptError
 from memckpt.memory.generation import Generation
 from memckpt.memory.pages import PhasesPage
@@ -49,11 +49,11 @@ class Peers:
     def __init__(
         self,
         loop: EventLoop,
-        groups: Groups,
+        units: Units,
         tell: Callable[[replication.WatermarkAdvanced | replication.ReplicatorLost], None],
     ) -> None:
         self._clock = loop.clock
-        self._groups, self._tell = groups, tell
+        self._units, self._tell = units, tell
         self.replicator = OwnReplicator(loop, self)
         self._job: PeerJob | None = None
         self._recovery: Recovery | None = None
@@ -152,12 +152,12 @@ class Peers:
 
     # Records on their way to peers
 
-    def sync(self, group: Group) -> None:
-        """Have the replicator send what is whole of a group and has not been given to it."""
+    def sync(self, unit: Unit) -> None:
+        """Have the replicator send what is whole of a unit and has not been given to it."""
         process = self.replicator.process
         if self._job is None or process is None:
             return
-        for message, fds in self._records.due(group, self._job, self.watermark or 0):
+        for message, fds in self._records.due(unit, self._job, self.watermark or 0):
             self.replicator.send(message, fds)
             if self.replicator.process is not process:
                 return  # it died meanwhile, and its successor has been given all of it
@@ -166,42 +166,42 @@ class Peers:
         told = self.replicator.told
         if self._job is None or told is None:
             return
-        for unit in self._job.units:
-            if self._job.nodes[unit.node].name != told.node:
+        for sent in self._job.units:
+            if self._job.nodes[sent.node].name != told.node:
                 continue
-            group = self._groups.get(unit.ranks)
-            held = group.held if group is not None else None
-            if group is not None and held is not None and held.complete and held.spec.mode != "snapshot":
-                group.saver.copy_for_peers(held, record, partial(self._state_copied, group, record))
+            unit = self._units.get(sent.ranks)
+            held = unit.held if unit is not None else None
+            if unit is not None and held is not None and held.complete and held.spec.mode != "snapshot":
+                unit.saver.copy_for_peers(held, record, partial(self._state_copied, unit, record))
             else:
                 self.replicator.send(replication.StateNotCopied(record))
 
-    def _state_copied(self, group: Group, record: int, copy: StateCopy | None) -> None:
+    def _state_copied(self, unit: Unit, record: int, copy: StateCopy | None) -> None:
         if copy is None:
             self.replicator.send(replication.StateNotCopied(record))
             return
         try:
             if self._job is not None:
-                name = self._records.name(self._job, group.ranks, f"state {record}")
+                name = self._records.name(self._job, unit.ranks, f"state {record}")
                 static = copy.generation.regions.static
                 regions = [copy.region] + ([static] if static is not None else [])
-                self.replicator.send(by_value(group, copy, name), [region.fd for region in regions])
+                self.replicator.send(by_value(unit, copy, name), [region.fd for region in regions])
         finally:
             copy.region.close()
 
-    def redo_limit(self, group: Group) -> int | None:
+    def redo_limit(self, unit: Unit) -> int | None:
         """Up to which record redo may go on, as far as peers are concerned; None: as far as it likes."""
         if self.watermark is None or self._job is None:
             return None
-        held = group.held
+        held = unit.held
         waits = self._job.wait and not self._newest.waits_suspended
         if waits or held is None or held.spec.mode != "eager" or held.base is None or not held.ledger.committed:
             return self.watermark
         # Training does not wait for peers, so that the replica cannot either, once the slots run out.
         needed = held.newest - (held.spec.slots - 2 - held.spec.trails)
-        name = self._records.sent_name(group.ranks)
+        name = self._records.sent_name(unit.ranks)
         if self.watermark < held.base < needed and name and name not in self._given_up:
-            self.replicator.send(replication.GiveUp(group.ranks, name))
+            self.replicator.send(replication.GiveUp(unit.ranks, name))
             if self.replicator.process is not None:  # else none is there to answer, or to read the replica
                 return self.watermark
         return max(self.watermark, needed)
@@ -216,22 +216,22 @@ class Peers:
         process = self.replicator.process
         record, behind = message.record, int(message.before)
         for ranks in message.serve:
-            group = self._groups.get(ranks)
-            if group is None:
+            unit = self._units.get(ranks)
+            if unit is None:
                 raise AgentError(f"expected ranks {list(ranks)} on this node, to hand them out, found no state of them")
-            if behind and (reason := group.generations.why_not_repeated(record)):
+            if behind and (reason := unit.generations.why_not_repeated(record)):
                 assert self.replicator.told is not None
                 problem = f"ranks {list(ranks)} cannot be handed out before record {record}: {reason}"
                 done(Recovered(problem, (BadSourceSeen(self.replicator.told.node, ranks, ""),)))
                 return
-            held = group.generations.stand_at(record, behind)
-            self.replicator.send(hand_out(group, held, record, behind), [region.fd for region in held.regions])
+            held = unit.generations.stand_at(record, behind)
+            self.replicator.send(hand_out(unit, held, record, behind), [region.fd for region in held.regions])
         # A successor knows nothing of what the replicator before it was told to hand out.
         if self.replicator.process is not process or (message.serve and not self.replicator.has_taken_all()):
             done(Recovered("the replicator is gone"))
             return
         self._recoveries += 1
-        find = self._groups.adopt if message.adopt else self._groups.get
+        find = self._units.adopt if message.adopt else self._units.get
         self._recovery = recovery = Recovery(self._recoveries, message, find, self.replicator.send, done)
         recovery.start()
 
@@ -277,16 +277,16 @@ class Peers:
             self._newest = replication.WatermarkAdvanced(self.watermark, False, waits_suspended)
             self._tell(self._newest)
 
-    def _own_groups(self) -> list[Group | None]:
+    def _own_units(self) -> list[Unit | None]:
         job, told = self._job, self.replicator.told
         if job is None or told is None:
             return []
-        return [self._groups.get(unit.ranks) for unit in job.units if job.nodes[unit.node].name == told.node]
+        return [self._units.get(one.ranks) for one in job.units if job.nodes[one.node].name == told.node]
 
     def _records_follow(self) -> bool:
         """Whether another replicator can be given the records of all units of this node."""
-        job, groups = self._job, self._own_groups()
-        return job is not None and bool(groups) and all(one is not None and can_send(one, job) for one in groups)
+        job, units = self._job, self._own_units()
+        return job is not None and bool(units) and all(one is not None and can_send(one, job) for one in units)
 
     def replicator_replaced(self) -> None:
         """Give another replicator its plan and all records anew: owners send once more what was on its way."""
@@ -295,9 +295,9 @@ class Peers:
         self._take_part(Join(job, rejoin=True, records=self._records_follow()))
         if self._phases is not None:
             self.replicator.send(PhasesAre(), [self._phases.fd])
-        for group in self._own_groups():
-            if group is not None:
-                self.sync(group)
+        for unit in self._own_units():
+            if unit is not None:
+                self.sync(unit)
 
 
 class Recovery:
@@ -307,11 +307,11 @@ class Recovery:
         self,
         number: int,
         message: Recover,
-        group: Callable[[RankGroup], Group | None],
+        unit: Callable[[RankGroup], Unit | None],
         send: Callable[[AgentToReplicator, list[int]], None],
         done: Callable[[Recovered | RecoveryProgress], None],
     ) -> None:
-        self._number, self._message, self._group = number, message, group
+        self._number, self._message, self._unit = number, message, unit
         self._send, self._done = send, done
         self._started = time.monotonic()
         self._wanted: dict[RankGroup, WantedState] = {wanted.ranks: wanted for wanted in message.fetch}
@@ -350,41 +350,41 @@ class Recovery:
 
     def _allocate(self, ranks: RankGroup, spec: StateSpec) -> None:
         try:
-            group = self._group(ranks)
-            if group is None:
+            unit = self._unit(ranks)
+            if unit is None:
                 raise AgentError(f"ranks {list(ranks)} are not on this node")
-            generation = group.make_room_for(spec, self._message.memory_budget_bytes)
+            generation = unit.make_room_for(spec, self._message.memory_budget_bytes)
         except MemckptError as error:
             self.fail(str(error))
             return
         self._generations[ranks] = generation
-        group.when_reserved(generation, partial(self._fill, ranks, spec, group, generation))
+        unit.when_reserved(generation, partial(self._fill, ranks, spec, unit, generation))
 
     def _fill(
-        self, ranks: RankGroup, spec: StateSpec, group: Group, generation: Generation, error: MemckptError | None
+        self, ranks: RankGroup, spec: StateSpec, unit: Unit, generation: Generation, error: MemckptError | None
     ) -> None:
         if self._generations.get(ranks) is not generation:
             return  # it was given up meanwhile
         if error is None:
             self._send(Fill(self._wanted[ranks], spec, self._number), [region.fd for region in generation.regions])
-        elif group.held is None:
+        elif unit.held is None:
             self.fail(str(error))
         else:  # both do not fit
             self._generations.pop(ranks).close()
-            group.generations.drop_all()
+            unit.generations.drop_all()
             self._allocate(ranks, spec)
 
     def _take_filled(self, message: Filled) -> None:
         generation = self._generations.pop(message.ranks)
-        group = self._group(message.ranks)
+        unit = self._unit(message.ranks)
         try:
-            assert group is not None
+            assert unit is not None
             generation.refill(self._message.record, message.step, message.metas, message.rank_states, message.before)
         except MemckptError as error:
             generation.close()
             self.fail(str(error))
             return
-        group.take_over(generation, self._message.history)
+        unit.take_over(generation, self._message.history)
         self._nbytes += message.nbytes
         del self._wanted[message.ranks]
         if not self._wanted:

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import msgspec
 
-from memckpt.agent.group_host import Host, Siblings
 from memckpt.agent.saving.jobs import Job, JobMaker, WriterJobs
 from memckpt.agent.saving.record_log import RecordLog, room_to_log
 from memckpt.agent.saving.schedule import Schedule
 from memckpt.agent.saving.state_copies import Export, Peers, Run, StateCopies, StateCopy
+from memckpt.agent.unit_host import Host, Siblings
 from memckpt.config import StorageConfig
 from memckpt.errors import AgentError, MemckptError
 from memckpt.memory.generation import Generation

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from memckpt.agent.group_host import Host, Siblings
 from memckpt.agent.saving.checkpoints import Checkpoints
 from memckpt.agent.saving.record_log import RecordLog
 from memckpt.agent.saving.schedule import alone
 from memckpt.agent.saving.state_copies import Answer, Done, Export, Peers, Run, StateCopy, carry_on
+from memckpt.agent.unit_host import Host, Siblings
 from memckpt.errors import AgentError
 from memckpt.memory.generation import Generation
 from memckpt.processes.attempt import Attempt
@@ -220,7 +220,7 @@ class Saver:
             carry_on(checkpoints.save_standing(Export(url, done), generation, record))
 
     def save_to(self, url: str, done: Done, generation: Generation, training: bool, record: int | None = None) -> None:
-        """Export the newest record, or the one that other groups write, to an empty store; `done` gets the result."""
+        """Export the newest record, or the one that other units write, to an empty store; `done` gets the result."""
         if self._checkpoints.asked:
             done(SaveFailed(0, "another export of this state is still being written; try again when it is there"))
         else:

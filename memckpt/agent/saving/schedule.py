@@ -1,6 +1,6 @@
 """Times and records of checkpoints; steps that may be lost until one is there.
 
-Groups and nodes are saved apart, after the same record. Where steps decide, that is so by itself. Else the first rank's
+Units and nodes are saved apart, after the same record. Where steps decide, that is so by itself. Else the first rank's
 saver chooses, tells those of its node, and announces the record in the storage long before.
 """
 

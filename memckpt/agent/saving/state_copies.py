@@ -37,7 +37,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Export:
-    """An export, for which `done` is called once; `record`: the one to save where other groups save the same."""
+    """An export, for which `done` is called once; `record`: the one to save where other units save the same."""
 
     url: str
     done: Done

@@ -1,16 +1,16 @@
-"""An agent and siblings that only listen, for tests of a node's groups."""
+"""An agent and siblings that only listen, for tests of a node's units."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from memckpt.agent.group_host import Host, Siblings
+from memckpt.agent.unit_host import Host, Siblings
 from memckpt.protocol.channel import Message
 
 
 class QuietHost(Host, Siblings):
-    """Is also the siblings of a group that has none."""
+    """Is also the siblings of a unit that has none."""
 
     def __init__(self, start_writer: Callable[..., Any] | None = None) -> None:
         self.told: list[tuple[tuple[int, ...], Message]] = []  # to trainers, oldest first

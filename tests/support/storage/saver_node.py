@@ -6,8 +6,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from memckpt.agent.group_host import Host, Siblings
 from memckpt.agent.saving.saver import Saver
+from memckpt.agent.unit_host import Host, Siblings
 from memckpt.config import StorageConfig
 from memckpt.memory.redo_news import RedoNews
 from memckpt.protocol.channel import Message

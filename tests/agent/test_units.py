@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from memckpt.agent.groups import Groups
+from memckpt.agent.units import Units
 from memckpt.config import StorageConfig
 from memckpt.errors import AgentError
 from memckpt.processes.attempt import Attempt
@@ -39,34 +39,34 @@ class Node:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._processes: list[Process] = []
-        self.groups = Groups("n", QuietHost(self._start))
+        self.units = Units("n", QuietHost(self._start))
 
     def _start(self, what: str, received: Any, ended: Any) -> HelperProcess:
         self._processes.append(Process(received, ended))
         return cast("HelperProcess", self._processes[-1])
 
     def begins(self, rank: int) -> None:
-        self.groups.begin_attempt()
-        self.groups.introduce(Hello(1, "a", rank, 2, (rank,), (rank,), Launcher(0, 0, 0), ()))
+        self.units.begin_attempt()
+        self.units.introduce(Hello(1, "a", rank, 2, (rank,), (rank,), Launcher(0, 0, 0), ()))
 
     def trains(self, rank: int, timeline: Timeline) -> None:
-        self.groups.configure((rank,), Configure(0.0, timeline, StorageConfig()), self._directory)
+        self.units.configure((rank,), Configure(0.0, timeline, StorageConfig()), self._directory)
         self._hold(rank)
 
     def adopts(self, rank: int) -> None:
-        self.groups.adopt((rank,))
+        self.units.adopt((rank,))
         self._hold(rank)
 
     def _hold(self, rank: int) -> None:
         filled = Filled(spec=spec_of((rank,), 2))
         for _ in range(2):
             filled.commit()
-        self.groups[rank,].take_over(filled.held, ())
+        self.units[rank,].take_over(filled.held, ())
 
     def saves(self) -> dict[tuple[int, ...], tuple[str, Timeline]]:
         """The name and the timeline of each unit's part."""
         answers: list[Saved | SaveFailed] = []
-        self.groups.save_record(2, "elsewhere", answers.append)
+        self.units.save_record(2, "elsewhere", answers.append)
         parts = [(process, process.sent.pop().part) for process in self._processes if process.sent]
         for process, part in parts:
             process.received(Saved(part.step, part.record, 0, 0.0, 0.0, part.timeline))
@@ -77,7 +77,7 @@ class Node:
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
     node = Node(tmp_path)
-    with closing(node.groups):
+    with closing(node.units):
         yield node
 
 
@@ -95,7 +95,7 @@ def test_a_part_of_adopted_ranks_has_a_name_of_its_own(own: int, adopted: int, n
     node.begins(1 - now)  # that attempt got no further
     node.adopts(adopted)
     assert node.saves() == both
-    node.groups.discard(Attempt("n", 1, ()))
+    node.units.discard(Attempt("n", 1, ()))
     node.begins(now)
     node.trains(now, T2)
     assert node.saves() == {(now,): ("n", T2)}
@@ -114,4 +114,4 @@ def test_adopted_ranks_are_written_for_the_last_attempt_though_the_node_had_them
 def test_nothing_is_adopted_where_no_trainers_were(node: Node) -> None:
     node.begins(0)
     with pytest.raises(AgentError, match="expected trainers of the last attempt to have been on node n, found none"):
-        node.groups.adopt((0,))
+        node.units.adopt((0,))

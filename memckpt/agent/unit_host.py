@@ -1,4 +1,4 @@
-"""The agent and the other groups of its node, as a group of ranks knows them."""
+"""The agent and the other units of its node, as a unit knows them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Host(Protocol):
         """Send a message, with a descriptor, to the trainers of these ranks; `besides` names one that is left out."""
 
     def notify(self, ranks: RankGroup, message: RedoNews) -> None:
-        """Hand the event loop a message from the redo thread of these ranks' group; called on that thread."""
+        """Hand the event loop a message from the redo thread of these ranks' unit; called on that thread."""
 
     def checkpoint_failed(self) -> None:
         """Note that a checkpoint could not be written, and that nothing that is held is still to be written."""
@@ -46,13 +46,13 @@ class Host(Protocol):
 
 
 class Siblings(Protocol):
-    """Requests of a group to the other groups of its node."""
+    """Requests of a unit to the other units of its node."""
 
     def announce(self, ranks: RankGroup, record: int) -> None:
-        """Tell the other groups that the group of these ranks takes a checkpoint after a record."""
+        """Tell the other units that the unit of these ranks takes a checkpoint after a record."""
 
     def hurry(self, lead: int) -> None:
         """Have all give orders `lead` records ahead from now on: one for a copy was too late for some ranks."""
 
     def bytes_beside(self, ranks: RankGroup) -> int:
-        """Memory that the node holds beside the group of these ranks, in bytes."""
+        """Memory that the node holds beside the unit of these ranks, in bytes."""

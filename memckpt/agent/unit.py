@@ -1,4 +1,4 @@
-"""One set of shards on a node, that of all its ranks or of one: base and log, and their way to storage."""
+"""A unit, the ranks of a node that hold the same shards: base and log, and their way to storage."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from functools import partial
 
 import msgspec
 
-from memckpt.agent.group_host import Host, Siblings
 from memckpt.agent.saving.saver import Saver
+from memckpt.agent.unit_host import Host, Siblings
 from memckpt.errors import AgentError, MemckptError
 from memckpt.memory.generation import Generation, branch_off, describe, make_generation
 from memckpt.memory.pending_generation import Difference, PendingGeneration
@@ -26,7 +26,7 @@ from memckpt.state.spec import StateSpec
 _log = logging.getLogger("memckpt.agent")
 
 
-class Group:
+class Unit:
     """Belongs to the agent's event loop. Owns generations and saver; `name`: of its parts of a checkpoint."""
 
     def __init__(self, node: str, ranks: RankGroup, name: str, host: Host, siblings: Siblings) -> None:
@@ -221,7 +221,7 @@ class Group:
         """Make the generation whole that ranks wait for, once the one before it has gone.
 
         That one goes as soon as all ranks of the job can go back to the new base. Where that cannot be known both are
-        held, if they fit. `elsewhere`: whether all ranks outside of this group can go back to a record; None: not known
+        held, if they fit. `elsewhere`: whether all ranks outside of this unit can go back to a record; None: not known
         yet.
         """
         number, waiting = self._wanted or (0, set())
@@ -368,7 +368,7 @@ _MOST_BEFORE = 5
 
 
 class HeldGenerations:
-    """Owns a group's complete generations, oldest first. `forget` gets one that ceases to be the newest."""
+    """Owns a unit's complete generations, oldest first. `forget` gets one that ceases to be the newest."""
 
     def __init__(self, ranks: RankGroup, forget: Callable[[Generation], None]) -> None:
         self._ranks, self._forget = ranks, forget
@@ -478,7 +478,7 @@ class HeldGenerations:
             self.drop_passed(self.newest.newest)
 
     def drop_passed(self, record: int) -> None:
-        """Drop generations that no rank can need any more, once the group's ranks have got to `record`.
+        """Drop generations that no rank can need any more, once the unit's ranks have got to `record`.
 
         Every rank is through the record before: it took part in this one's backward. Of that one a rank has nothing
         where it could not stage it, and begins a generation with the next; then the job goes back to the one before.

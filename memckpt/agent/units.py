@@ -1,4 +1,4 @@
-"""All that a node holds: one group for each set of shards, and what is done with all of them together."""
+"""All that a node holds: one unit for each set of shards, and what is done with all of them together."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 import msgspec
 
-from memckpt.agent.group import Group
-from memckpt.agent.group_host import Host
 from memckpt.agent.saving.saver import Saver
 from memckpt.agent.saving.state_copies import Done
+from memckpt.agent.unit import Unit
+from memckpt.agent.unit_host import Host
 from memckpt.errors import AgentError
 from memckpt.memory.generation import Generation
 from memckpt.processes.attempt import Attempt
@@ -50,36 +50,36 @@ class _Answers:
             self._done(whole)
 
 
-class Groups:
-    """The groups of this node by their ranks, and what concerns several: slots, checkpoints, memory.
+class Units:
+    """The units of this node by their ranks, and what concerns several: slots, checkpoints, memory.
 
     Belongs to the agent's event loop.
     """
 
     def __init__(self, node: str, host: Host) -> None:
         self._node, self._host = node, host
-        self._all: dict[RankGroup, Group] = {}
+        self._all: dict[RankGroup, Unit] = {}
         #: Names in storage of the parts that this attempt's units write.
         self._names: dict[RankGroup, str] = {}
 
-    def __iter__(self) -> Iterator[Group]:
+    def __iter__(self) -> Iterator[Unit]:
         return iter(list(self._all.values()))
 
-    def __getitem__(self, ranks: RankGroup) -> Group:
+    def __getitem__(self, ranks: RankGroup) -> Unit:
         return self._all[ranks]
 
-    def get(self, ranks: RankGroup) -> Group | None:
+    def get(self, ranks: RankGroup) -> Unit | None:
         return self._all.get(ranks)
 
     def introduce(self, hello: Hello) -> None:
-        """Have a group for ranks that have come."""
+        """Have a unit for ranks that have come."""
         alone = hello.unit == hello.local_ranks
         self._names[hello.unit] = self._node if alone else self._name_beside_others(hello.unit)
         if hello.unit not in self._all:
             self._add(hello.unit, self._names[hello.unit])
 
-    def adopt(self, ranks: RankGroup) -> Group:
-        """Have a group for ranks of the last attempt that were elsewhere; what is fetched of them is written from here.
+    def adopt(self, ranks: RankGroup) -> Unit:
+        """Have a unit for ranks of the last attempt that were elsewhere; what is fetched of them is written from here.
 
         Trainers of the same ranks name it anew in :meth:`configure`. Raises AgentError: no trainer of that attempt was
         here.
@@ -99,33 +99,33 @@ class Groups:
         return f"{self._node}.rank{ranks[0]}"
 
     def _add(self, ranks: RankGroup, name: str) -> None:
-        self._all[ranks] = Group(self._node, ranks, name, self._host, self)
+        self._all[ranks] = Unit(self._node, ranks, name, self._host, self)
 
     def make_slots(self, attempt: Attempt, now: RankGroup = ()) -> None:
-        """Let ranks go on that wait for slots, after a commit or a death; `now`: the group that waits no longer."""
-        for group in self:
-            group.make_slots(attempt, partial(self._others_reach, group, attempt), now=group.ranks == now)
+        """Let ranks go on that wait for slots, after a commit or a death; `now`: the unit that waits no longer."""
+        for unit in self:
+            unit.make_slots(attempt, partial(self._others_reach, unit, attempt), now=unit.ranks == now)
 
-    def _others_reach(self, group: Group, attempt: Attempt, record: int) -> bool | None:
-        """Whether all ranks that do not share a group can go back to a record; None while some are not through it."""
-        others = [one for one in self if one is not group and one.ranks in attempt.units]
+    def _others_reach(self, unit: Unit, attempt: Attempt, record: int) -> bool | None:
+        """Whether all ranks that do not share a unit can go back to a record; None while some are not through it."""
+        others = [one for one in self if one is not unit and one.ranks in attempt.units]
         ranks = [rank for one in others for rank in one.ranks]
-        if len(ranks) + len(group.ranks) < attempt.world_size:
+        if len(ranks) + len(unit.ranks) < attempt.world_size:
             return False  # other nodes have some of them
         if any(attempt.is_here(rank) and not attempt.is_through(rank, record) for rank in ranks):
             return None
         return all(one.generations.can_go_back_to(record) for one in others)
 
-    # What groups tell each other
+    # What units tell each other
 
     def announce(self, ranks: RankGroup, record: int) -> None:
-        for group in self:
-            if group.ranks != ranks:
-                group.saver.schedule.announced(record)
+        for unit in self:
+            if unit.ranks != ranks:
+                unit.saver.schedule.announced(record)
 
     def hurry(self, lead: int) -> None:
-        for group in self:
-            group.saver.hurry(lead)
+        for unit in self:
+            unit.saver.hurry(lead)
 
     def bytes_beside(self, ranks: RankGroup) -> int:
         return self._host.bytes_for_peers() + sum(one.nbytes for one in self if one.ranks != ranks)
@@ -137,22 +137,22 @@ class Groups:
 
     def discard(self, attempt: Attempt) -> None:
         units = attempt.units
-        for group in self:
-            group.discard()
-            if group.ranks not in units:
-                self._all.pop(group.ranks).close()
+        for unit in self:
+            unit.discard()
+            if unit.ranks not in units:
+                self._all.pop(unit.ranks).close()
 
     def begin_attempt(self) -> None:
         """Prepare for new trainers: those of the last attempt are dead, and all that they had sent is read."""
         self._names.clear()
-        for group in self:
-            group.begin_attempt()
-            if group.held is None:  # of ranks that have got nowhere, and may never come again
-                self._all.pop(group.ranks).close()
+        for unit in self:
+            unit.begin_attempt()
+            if unit.held is None:  # of ranks that have got nowhere, and may never come again
+                self._all.pop(unit.ranks).close()
 
     def close(self) -> None:
-        for group in self:
-            group.close()
+        for unit in self:
+            unit.close()
         self._all.clear()
 
     # What is held
@@ -165,10 +165,10 @@ class Groups:
     def inventory(self, hello: Hello) -> tuple[HeldRecords, ...]:
         """What the node can produce. A rank's own model is compared with what is held of such a rank."""
         found = []
-        for group in self:
-            other = group.held is not None and group.held.spec.world_size != hello.world_size
-            comparable = other or hello.rank in group.ranks
-            found.append(group.inventory(hello.fingerprint if comparable else None))
+        for unit in self:
+            other = unit.held is not None and unit.held.spec.world_size != hello.world_size
+            comparable = other or hello.rank in unit.ranks
+            found.append(unit.inventory(hello.fingerprint if comparable else None))
         return tuple(found)
 
     def common(self) -> int | None:
