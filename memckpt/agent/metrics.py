@@ -65,7 +65,7 @@ def measure(status: Status, observer: Observer) -> list[Measured]:
 
 def _measure(status: Status, observer: Observer, now: float) -> Iterator[Measured]:
     figures, storage, peers = observer.figures, status.storage, status.peers
-    newest = max((record for _, record in status.committed), default=None)
+    newest = status.newest_committed
     known = {
         "mode": status.mode,
         "peers": peers.scheme if peers is not None else "",

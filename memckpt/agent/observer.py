@@ -260,7 +260,7 @@ class Observer:
             return
         self._look_at = now + _LOOK_SECONDS
         status = self._status()
-        newest = max((record for _, record in status.committed), default=None)
+        newest = status.newest_committed
         lag = newest - status.applied if newest is not None and status.applied is not None else None
         self._compare_status(status, newest, lag)
         if now >= self._sample_at:

@@ -67,9 +67,9 @@ class View:
     def lag_records(self) -> int | None:
         """Records committed and not yet applied to the replica; None: there is no replica (lazy)."""
         agent = self.agent
-        if agent is None or agent.applied is None or not agent.committed:
+        if agent is None or agent.applied is None or agent.newest_committed is None:
             return None
-        return max(0, max(record for _, record in agent.committed) - agent.applied)
+        return max(0, agent.newest_committed - agent.applied)
 
     @property
     def steps_behind(self) -> int | None:
@@ -196,8 +196,9 @@ def problems_of(
     if max_age is not None and age > max_age:
         yield f"nothing has been committed for {seconds_text(age)}: more than {max_age:g} s"
     yield from alarms_of(agent)
-    if max_behind is not None and agent.peers is not None and agent.committed:
-        newest, known = max(record for _, record in agent.committed), agent.peers.watermark or 0
+    newest = agent.newest_committed
+    if max_behind is not None and agent.peers is not None and newest is not None:
+        known = agent.peers.watermark or 0
         if newest - known > max_behind:
             where = f"have record {known}" if known else "have nothing"
             late = f"{count(newest - known, 'record')} behind record {newest} in memory"

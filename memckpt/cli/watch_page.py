@@ -96,7 +96,7 @@ def _add_memory(table: Table, agent: Status, lag: int | None) -> None:
 
 
 def _add_peers(table: Table, agent: Status, peers: PeersStatus) -> None:
-    newest = max((record for _, record in agent.committed), default=None)
+    newest = agent.newest_committed
     known = peers.watermark
     bar: RenderableType = ""
     if newest is not None and known is not None:
@@ -228,7 +228,7 @@ def _without_node(agent: Status, all_nodes: Loss) -> Loss:
     peers = agent.peers
     if peers is None:
         return all_nodes
-    newest = max((record for _, record in agent.committed), default=None)
+    newest = agent.newest_committed
     if not peers.protected or peers.watermark is None or newest is None or agent.unprotected:
         return Loss(all_nodes.steps, f"{all_nodes.words}; other nodes do not protect this one now")
     if peers.every > 1:

@@ -124,6 +124,11 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     accelerators: int = 0  #: number of those that train on one
     audit: AuditStatus | None = None  #: None where nothing has been audited
 
+    @property
+    def newest_committed(self) -> int | None:
+        """The newest record that some rank has committed; None before the first."""
+        return max((record for _, record in self.committed), default=None)
+
 
 class StopRequest(msgspec.Struct, frozen=True, tag="stop"):
     """Leave, and let go of everything that is held; with `save` once what storage lacks is written there."""
