@@ -34,7 +34,7 @@ from memckpt.protocol import channel
 from memckpt.protocol.channel import Channel
 from memckpt.protocol.status import Status
 from memckpt.protocol.trainer import Alarm
-from memckpt.replication.transport import links, wire
+from memckpt.replication.transport import links, messages
 from memckpt.state import codec
 from memckpt.state.records import Timeline, decode_meta
 from memckpt.state.spec import read_spec
@@ -112,7 +112,7 @@ PARSERS = {
     "run": Parser(_kept, msgspec.json.encode(Kept("run", directory="/x"))),
     "owner": Parser(_file(read_claim, "owner.json"), msgspec.json.encode(Claim("run"))),
     "pins": Parser(_file(lambda store: read_keys(store, PINNED), "pinned.json"), b'[[1,"abc",3]]'),
-    "message between nodes": Parser(lambda data, _: wire.decode(data), b"\x92\x01\x02", (ValueError,)),
+    "message between nodes": Parser(lambda data, _: messages.decode(data), b"\x92\x01\x02", (ValueError,)),
     "envelope": Parser(
         lambda data, _: links.decode(data), links.encode(links.Data("a", "b", "c", 1, 2)), (ValueError,)
     ),

@@ -21,7 +21,7 @@ from memckpt.memory.region import HUGE_PAGE, Region, Reservation, bytes_being_re
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status
 from memckpt.replication.keeping import fragment_store
-from memckpt.replication.transport.wire import AskManifest, GotNone, NotStored, Open, Stored
+from memckpt.replication.transport.messages import AskManifest, GotNone, NotStored, Open, Stored
 from tests.support.cluster.replicator_node import Node
 from tests.support.cluster.waiting import until
 from tests.support.trainings.engine_cases import PLAIN

@@ -13,7 +13,7 @@ from memckpt.errors import DamagedStateError
 from memckpt.replication.coding.blob import Blob, BlobReader, Extent, RecordTail, Room
 from memckpt.replication.coding.code import STRIPE_BYTES
 from memckpt.replication.pacing.watermark import Leader
-from memckpt.replication.transport.wire import Acknowledged, Watermark
+from memckpt.replication.transport.messages import Acknowledged, Watermark
 
 SIZES = [0, 1, 7, 4096, STRIPE_BYTES - 60, STRIPE_BYTES - 1, STRIPE_BYTES, STRIPE_BYTES + 1, 2 * STRIPE_BYTES + 5]
 

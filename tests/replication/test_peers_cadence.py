@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from memckpt.replication.pacing.watermark import Cadence, Leader, LinkMeter
-from memckpt.replication.transport.wire import Acknowledged, Watermark
+from memckpt.replication.transport.messages import Acknowledged, Watermark
 
 NAMES = ("a", "b", "c")
 

@@ -16,7 +16,7 @@ from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import STRIPE_BYTES, Code, Fragment, seal_stripe
 from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.kept_window import SLOTS, KeptWindow, Room, sizes_of
-from memckpt.replication.transport.wire import NotStored, Stored, Window
+from memckpt.replication.transport.messages import NotStored, Stored, Window
 from memckpt.state.records import Branch, Timeline
 from memckpt.state.spec import Shard, TensorSpec
 from tests.support.cluster.peers_records import MemoryRoom, Records, layout_spec

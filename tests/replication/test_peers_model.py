@@ -21,7 +21,7 @@ from memckpt.replication.keeping import fragment_store as holder
 from memckpt.replication.keeping import kept_window
 from memckpt.replication.keeping.kept_window import BeingReservedError
 from memckpt.replication.process import send, states_by_value
-from memckpt.replication.transport.wire import Put, Window
+from memckpt.replication.transport.messages import Put, Window
 from tests.support.cluster.peers_model import Node, Setting, Taken, Unit
 from tests.support.cluster.peers_model_job import Job
 from tests.support.cluster.peers_records import MemoryRoom, MemoryRooms

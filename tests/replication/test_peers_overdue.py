@@ -13,7 +13,7 @@ from memckpt.protocol.replication import Deserted, Join, SendRecord, WatermarkAd
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.pacing.watermark import LOST_LIMITS, Absence, Overdue
 from memckpt.replication.process.replicator import describe
-from memckpt.replication.transport.wire import Acknowledged, NotStored, Stored, Watermark
+from memckpt.replication.transport.messages import Acknowledged, NotStored, Stored, Watermark
 from tests.support.cluster.replicator_node import Node
 
 

@@ -18,7 +18,7 @@ from memckpt.memory.region import Region
 from memckpt.protocol.replication import BadSourceSeen, Filled, FromFragments, FromNode, WantedState
 from memckpt.replication.coding.code import STRIPE_BYTES, Code
 from memckpt.replication.process.reader import Reader
-from memckpt.replication.transport.wire import Got, GotNone, Manifest, WireMessage
+from memckpt.replication.transport.messages import Got, GotNone, Manifest, WireMessage
 from tests.support.cluster.peers_records import RANKS, Answers, Bend, Bytes, Network, Node, Records, layout_spec, spread
 from tests.support.cluster.reader_lab import (
     CODES,

@@ -34,7 +34,7 @@ from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored, StartOver
 from memckpt.recovery.sources import BadSource, Fetch
 from memckpt.replication.process.questions import Asking
 from memckpt.replication.process.reader import LIVE_ALL, LIVE_SHARED, PATIENCE_SECONDS
-from memckpt.replication.transport import wire
+from memckpt.replication.transport import messages
 from memckpt.session.link import AgentLink
 from memckpt.session.peers import PeerRecovery
 from memckpt.state.records import RankGroup, Timeline
@@ -183,7 +183,7 @@ def test_a_new_recovery_ends_what_is_read_for_the_one_before(node: Node) -> None
     spec = msgspec.msgpack.encode(node.records[2].spec)
     for one in (former, asking):
         for peer in ("a", "c"):
-            node.says(peer, wire.WindowIs(one._request, (2,), spec))
+            node.says(peer, messages.WindowIs(one._request, (2,), spec))
     for news in node.replicator._fetching.take_news():
         node.wire.send(news)
     assert [(type(one), one.recovery) for one in node.wire.told] == [(Described, 2)]
@@ -206,7 +206,7 @@ class Question:
         if not node:
             period = 2 if replica is None else 1
             source = FromFragments("g", (("a", 0), ("b", 1), ("c", 2)), 2, period, replica)
-        self.asked: list[tuple[str, wire.WireMessage]] = []
+        self.asked: list[tuple[str, messages.WireMessage]] = []
         numbers = iter(range(1, 9))
         self.asking = Asking(
             WantedState((0,), 5, source), lambda *one: self.asked.append(one), lambda: next(numbers), 0.0
@@ -214,11 +214,11 @@ class Question:
 
     def says(self, peer: str, spec: Any, generation: str = "g", **other: Any) -> None:
         question = next(
-            one for _, one in self.asked if isinstance(one, wire.AskWindow) and (one.generation == generation)
+            one for _, one in self.asked if isinstance(one, messages.AskWindow) and (one.generation == generation)
         )
         body = spec if isinstance(spec, bytes) else msgspec.msgpack.encode(spec)
-        answer: Any = wire.WindowIs(question.request, question.owner, body) if spec is not None else None
-        self.asking.take_answer(peer, answer or wire.GotNone(question.request, "no"))
+        answer: Any = messages.WindowIs(question.request, question.owner, body) if spec is not None else None
+        self.asking.take_answer(peer, answer or messages.GotNone(question.request, "no"))
 
     @property
     def result(self) -> Described:
@@ -300,7 +300,7 @@ def test_a_replica_has_to_be_of_the_same_layout(first: str) -> None:
 
 def test_a_live_state_has_one_source() -> None:
     question = Question(node="b")
-    assert [(peer, type(one)) for peer, one in question.asked] == [("b", wire.AskWindow)]
+    assert [(peer, type(one)) for peer, one in question.asked] == [("b", messages.AskWindow)]
     question.says("b", LAYOUT, LIVE_ALL)
     assert question.result == Described((0,), LAYOUT)
     question = Question(node="b")

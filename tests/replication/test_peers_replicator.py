@@ -21,8 +21,7 @@ from memckpt.replication.process import questions
 from memckpt.replication.process.reader import LIVE_ALL, LIVE_SHARED
 from memckpt.replication.process.send import PUMP_BYTES, Mail, Pump
 from memckpt.replication.process.states_by_value import StatesByValue
-from memckpt.replication.transport.transport import Delivery, Met
-from memckpt.replication.transport.wire import (
+from memckpt.replication.transport.messages import (
     Abandon,
     Acknowledged,
     AskManifest,
@@ -42,6 +41,7 @@ from memckpt.replication.transport.wire import (
     decode,
     encode,
 )
+from memckpt.replication.transport.transport import Delivery, Met
 from tests.support.cluster.peers_records import Records
 from tests.support.cluster.replicator_node import FAR, Node
 

@@ -14,7 +14,7 @@ from memckpt.replication.coding.code import STRIPE_BYTES, Code, check
 from memckpt.replication.keeping.kept_window import WindowSizes
 from memckpt.replication.keeping.outgoing import Outgoing
 from memckpt.replication.keeping.sender import Sender
-from memckpt.replication.transport.wire import Abandon, NotStored, Open, Put, Stored, Window, WireMessage
+from memckpt.replication.transport.messages import Abandon, NotStored, Open, Put, Stored, Window, WireMessage
 
 CODE = Code(1, 3)
 HOLDERS = ["x", "y", "z"]

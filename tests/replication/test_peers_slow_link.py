@@ -9,7 +9,7 @@ from memckpt.replication.coding.code import STRIPE_BYTES, Code
 from memckpt.replication.keeping.kept_window import WindowSizes
 from memckpt.replication.keeping.outgoing import Outgoing
 from memckpt.replication.keeping.sender import Sender
-from memckpt.replication.transport.wire import Abandon, Put, Stored, Window, WireMessage
+from memckpt.replication.transport.messages import Abandon, Put, Stored, Window, WireMessage
 
 RANKS = (0,)
 PERIOD, SLOTS = 8, 3

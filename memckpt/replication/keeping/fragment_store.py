@@ -14,7 +14,7 @@ from memckpt.protocol.channel import ReplicatorChannel
 from memckpt.protocol.replication import KeepRoom, LetGoOfRoom
 from memckpt.replication.coding.code import STRIPE_BYTES, Code, Fragment, check
 from memckpt.replication.keeping.kept_window import BeingReservedError, KeptWindow, Room, Rooms
-from memckpt.replication.transport.wire import NotStored, Stored, Window
+from memckpt.replication.transport.messages import NotStored, Stored, Window
 from memckpt.state.records import HeldFragments, RankGroup
 
 _log = logging.getLogger("memckpt.replicator")

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from memckpt.errors import DamagedStateError, MemoryBudgetError
 from memckpt.replication.coding.blob import MOST_TAIL_BYTES, STATIC
 from memckpt.replication.coding.code import STRIPE_BYTES, Fragment, check
-from memckpt.replication.transport.wire import Window
+from memckpt.replication.transport.messages import Window
 from memckpt.state.layout import SNAPSHOTS, Layout
 from memckpt.state.records import HeldFragments
 from memckpt.state.spec import StateSpec, read_spec

@@ -13,7 +13,7 @@ from memckpt.memory.slots import SlotRing
 from memckpt.protocol.replication import SendGeneration
 from memckpt.replication.coding.blob import STATIC, Blob, Extent, RecordTail, Room
 from memckpt.replication.keeping.kept_window import WindowSizes
-from memckpt.replication.transport.wire import Window
+from memckpt.replication.transport.messages import Window
 from memckpt.state.layout import Layout
 from memckpt.state.records import RecordMeta, decode_meta, encode_meta
 from memckpt.state.spec import ITEM_BYTES

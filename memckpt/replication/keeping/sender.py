@@ -16,7 +16,7 @@ from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import STRIPE_BYTES, Code, Fragment, Payload, seal_stripe
 from memckpt.replication.keeping.outgoing import Outgoing, Stripes
 from memckpt.replication.keeping.stream import MAX_REASON_CHARS, OPEN, Stream
-from memckpt.replication.transport.wire import Abandon, NotStored, Open, Put, Stored, WireMessage
+from memckpt.replication.transport.messages import Abandon, NotStored, Open, Put, Stored, WireMessage
 from memckpt.state.records import RankGroup
 
 #: Encoded stripes that are kept for streams that are a little behind the first.

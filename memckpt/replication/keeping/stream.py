@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.keeping.outgoing import Outgoing
-from memckpt.replication.transport.wire import NotStored, Stored
+from memckpt.replication.transport.messages import NotStored, Stored
 
 #: The longest reason from a peer that is kept and logged, in characters.
 MAX_REASON_CHARS = 500

@@ -12,7 +12,7 @@ from collections.abc import Collection, Hashable, Mapping
 
 import msgspec
 
-from memckpt.replication.transport.wire import Acknowledged, Watermark
+from memckpt.replication.transport.messages import Acknowledged, Watermark
 from memckpt.state.records import RankGroup
 
 _FIRST_LEAD, _LONGEST_LEAD = 2, 64

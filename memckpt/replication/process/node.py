@@ -20,7 +20,7 @@ from memckpt.replication.pacing.pace import Pacer
 from memckpt.replication.pacing.watermark import Cadence, Laggards, Leader, LinkMeter, RunAhead
 from memckpt.replication.process.send import Mail, NodePlan, Pump
 from memckpt.replication.process.states_by_value import StatesByValue
-from memckpt.replication.transport import wire
+from memckpt.replication.transport import messages
 from memckpt.replication.transport.transport import Transport
 from memckpt.state.records import RankGroup
 from memckpt.state.spec import StateSpec
@@ -79,8 +79,8 @@ class ReplicationNode:
         #: The last state whose way to its holders was measured, and the N that was last said to be needed.
         self._measured = self._warned_of = 0
         #: What the leader was told last, and what it has said.
-        self._told = wire.Acknowledged(node, start, start, False, self._empty)
-        self.watermark = self._led = wire.Watermark(start, False, every=job.every_steps or 1)
+        self._told = messages.Acknowledged(node, start, start, False, self._empty)
+        self.watermark = self._led = messages.Watermark(start, False, every=job.every_steps or 1)
         for other in plan.partners:
             self.mail.connect(other)
         if self.leader is not None:
@@ -129,43 +129,43 @@ class ReplicationNode:
         if self.leader is not None:
             self.mail.send(peer, self.leader.watermark)
 
-    def handle(self, peer: str, message: wire.WireMessage, payload: bytes | memoryview, now: float) -> None:
+    def handle(self, peer: str, message: messages.WireMessage, payload: bytes | memoryview, now: float) -> None:
         problem = self.plan.unfit(peer, message)
         if problem:
             self.refuse(f"{peer}: {type(message).__name__}: {problem}")
             return
         match message:
-            case wire.Open():
+            case messages.Open():
                 refusal = self.store.open(message.window)
                 if refusal is not None:
                     self.mail.send(peer, refusal)
-            case wire.Put():
+            case messages.Put():
                 answer = self.store.put(message.fragment, message.step, payload)
                 if answer is not None:
                     self.mail.send(peer, answer)
-            case wire.Abandon():
+            case messages.Abandon():
                 self.store.abandon(message.owner, message.generation, message.record)
-            case wire.Stored():
+            case messages.Stored():
                 for sender in self.all_senders:
                     if sender.ranks == message.owner:
                         sender.stored(peer, message)
-            case wire.NotStored():
+            case messages.NotStored():
                 for sender in self.all_senders:
                     if sender.ranks == message.owner:
                         sender.not_stored(peer, message, now)
-            case wire.Acknowledged():
+            case messages.Acknowledged():
                 self._lead(message)
-            case wire.Watermark():
+            case messages.Watermark():
                 self._led = message
                 self._pass_led()
-            case wire.Whereabouts():
+            case messages.Whereabouts():
                 self.transport.hint(message.node, message.address)
 
-    def _lead(self, message: wire.Acknowledged) -> None:
+    def _lead(self, message: messages.Acknowledged) -> None:
         assert self.leader is not None
         self._announce(self.leader.acknowledged(message))
 
-    def _announce(self, changed: wire.Watermark | None) -> None:
+    def _announce(self, changed: messages.Watermark | None) -> None:
         if changed is None:
             return
         for node in self.plan.addresses:
@@ -181,7 +181,7 @@ class ReplicationNode:
         record = min(led.record, max(self._told.record, self._told.state))
         self._pass(msgspec.structs.replace(led, record=record, whole=whole, waits_suspended=waits_suspended))
 
-    def _pass(self, watermark: wire.Watermark) -> None:
+    def _pass(self, watermark: messages.Watermark) -> None:
         # A leader that has rejoined knows of no record at first.
         watermark = msgspec.structs.replace(watermark, record=max(watermark.record, self.watermark.record))
         if watermark == self.watermark:
@@ -196,7 +196,7 @@ class ReplicationNode:
         suspended = watermark.waits_suspended or watermark.every > 1
         self._watermark_advanced(WatermarkAdvanced(watermark.record, watermark.whole, suspended))
 
-    def _follow_cadence(self, watermark: wire.Watermark, before: int) -> None:
+    def _follow_cadence(self, watermark: messages.Watermark, before: int) -> None:
         """Send records, or the state that is due in their place."""
         if self.states is None:
             return
@@ -312,7 +312,7 @@ class ReplicationNode:
         every = max((one.generation.sizes.every for one in self.senders if one.generation is not None), default=1)
         self.laggards.check_peers(owing, heard, self._newest, every, now)
 
-    def _how_far(self) -> wire.Acknowledged:
+    def _how_far(self) -> messages.Acknowledged:
         """The acknowledgement of this node, for the leader."""
         mark = self.watermark
         record = min((sender.acknowledged for sender in self._senders.values()), default=self._told.record)
@@ -327,7 +327,7 @@ class ReplicationNode:
         away = not self.laggards.away.nodes.isdisjoint(self.plan.holders)
         lost = anew or self._leaving or (self.job.wait and bool(self.deserted or self.laggards.overdue.nodes or away))
         if (states := self.states) is None:
-            return wire.Acknowledged(self._node, record, since, whole, lost)
+            return messages.Acknowledged(self._node, record, since, whole, lost)
         held = states.hold_state(mark.record)
         if (mark.every > 1 or held) and not (whole and record > mark.record):
             # Until all records are there that a later state takes, it is the one sent by value that counts.
@@ -338,7 +338,7 @@ class ReplicationNode:
         # Not before that record: storage may be served just now, and what comes next is not to be missed, too.
         missed = states.missed if self._newest >= states.missed else 0
         needed, every = self._meter.needed, mark.every
-        return wire.Acknowledged(
+        return messages.Acknowledged(
             self._node, record, since, whole, lost, states.acknowledged, states.ordered, missed, needed, every
         )
 

@@ -26,7 +26,7 @@ from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.outgoing import RegionSource
 from memckpt.replication.process.reader import LIVE_ALL, LIVE_SHARED, PATIENCE_SECONDS, Answer, Reader
 from memckpt.replication.process.send import Mail
-from memckpt.replication.transport import wire
+from memckpt.replication.transport import messages
 from memckpt.state.records import RankGroup
 from memckpt.state.spec import StateSpec, read_spec
 
@@ -35,7 +35,11 @@ class Asking:
     """One question to all nodes that have the state: the answer of most counts. `number` makes unique numbers."""
 
     def __init__(
-        self, wanted: WantedState, send: Callable[[str, wire.WireMessage], None], number: Callable[[], int], now: float
+        self,
+        wanted: WantedState,
+        send: Callable[[str, messages.WireMessage], None],
+        number: Callable[[], int],
+        now: float,
     ) -> None:
         self._ranks = wanted.ranks
         self._started = now
@@ -55,15 +59,15 @@ class Asking:
         self.result: Described | None = None
         if self._replica is not None:
             node, ranks = self._replica
-            send(node, wire.AskWindow(self._replica_request, ranks, LIVE_SHARED))
+            send(node, messages.AskWindow(self._replica_request, ranks, LIVE_SHARED))
         for node in sorted(self._nodes):
-            send(node, wire.AskWindow(self._request, wanted.ranks, self._generation or LIVE_ALL))
+            send(node, messages.AskWindow(self._request, wanted.ranks, self._generation or LIVE_ALL))
 
     def take_answer(self, peer: str, message: Answer) -> None:
         """Take a source's answer. Answers of other nodes, and second answers, do not count."""
         if self.result is not None:
             return
-        spec = message.spec if isinstance(message, wire.WindowIs) else None
+        spec = message.spec if isinstance(message, messages.WindowIs) else None
         if message.request == self._request and peer in self._nodes:
             self._said.setdefault(peer, spec)
         elif message.request == self._replica_request and self._replica is not None and peer == self._replica[0]:
@@ -211,9 +215,9 @@ class Fetching:
         )
 
 
-Question = wire.AskManifest | wire.Get | wire.AskWindow
+Question = messages.AskManifest | messages.Get | messages.AskWindow
 #: An answer, and the bytes beside it.
-Reply = tuple[wire.WireMessage, bytes | memoryview]
+Reply = tuple[messages.WireMessage, bytes | memoryview]
 
 
 #: Limit on questions of one peer that wait until it has room for the answers.
@@ -277,14 +281,14 @@ class Answering:
         """The answer to a question: of what stands still here, or from fragments that are kept."""
         live = question.generation in (LIVE_ALL, LIVE_SHARED)
         found = self._find_live(question) if live else self._find_kept(question, store)
-        return found if isinstance(found, tuple) else (wire.GotNone(question.request, found), b"")
+        return found if isinstance(found, tuple) else (messages.GotNone(question.request, found), b"")
 
     def _find_live(self, question: Question) -> Reply | str:
         source = self._sources.get(question.owner)
         if source is None:
             return f"ranks {list(question.owner)} are not handed out here"
-        if isinstance(question, wire.AskWindow):
-            return wire.WindowIs(question.request, question.owner, msgspec.msgpack.encode(source.spec)), b""
+        if isinstance(question, messages.AskWindow):
+            return messages.WindowIs(question.request, question.owner, msgspec.msgpack.encode(source.spec)), b""
         key = question.owner, question.generation, question.record
         blob = self._blobs.get(key)
         if blob is None:
@@ -292,24 +296,24 @@ class Answering:
             if blob is None:
                 return f"record {question.record} is not here any more"
             self._blobs[key] = blob
-        if isinstance(question, wire.AskManifest):
-            return wire.Manifest(question.request, question.record, blob.nbytes, b""), b""
+        if isinstance(question, messages.AskManifest):
+            return messages.Manifest(question.request, question.record, blob.nbytes, b""), b""
         if not 0 <= question.stripe < blob.stripes:
             return f"record {question.record} has {blob.stripes} stripes"
         stripe = blob.stripe(question.stripe)
         digest = xxhash.xxh3_128_digest(stripe)
-        return wire.Got(question.request, question.record, question.stripe, None, digest), stripe
+        return messages.Got(question.request, question.record, question.stripe, None, digest), stripe
 
     @staticmethod
     def _find_kept(question: Question, store: FragmentStore) -> Reply | str:
         window = store.window(question.owner, question.generation)
         if window is None:
             return f"nothing is kept of generation {question.generation}"
-        if isinstance(question, wire.AskWindow):
-            return wire.WindowIs(question.request, question.owner, window.window.spec), b""
-        if isinstance(question, wire.AskManifest):
+        if isinstance(question, messages.AskWindow):
+            return messages.WindowIs(question.request, question.owner, window.window.spec), b""
+        if isinstance(question, messages.AskManifest):
             if (found := window.manifest(question.record)) is not None:
-                return wire.Manifest(question.request, question.record, *found), b""
+                return messages.Manifest(question.request, question.record, *found), b""
         elif (kept := window.fragment(question.record, question.stripe)) is not None:
-            return wire.Got(question.request, question.record, question.stripe, kept[0]), bytes(kept[1])
+            return messages.Got(question.request, question.record, question.stripe, kept[0]), bytes(kept[1])
         return f"record {question.record} is not complete here"

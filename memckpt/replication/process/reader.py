@@ -14,7 +14,7 @@ from memckpt.protocol.replication import BadSourceSeen, Filled, FromFragments, F
 from memckpt.replication.coding.blob import MOST_TAIL_BYTES, STATIC, BlobReader, RecordTail, Room
 from memckpt.replication.coding.code import STRIPE_BYTES, Code, Fragment, decode_stripe
 from memckpt.replication.keeping.outgoing import rooms_for
-from memckpt.replication.transport.wire import AskManifest, Get, Got, GotNone, Manifest, WindowIs, WireMessage
+from memckpt.replication.transport.messages import AskManifest, Get, Got, GotNone, Manifest, WindowIs, WireMessage
 from memckpt.state.layout import Layout
 from memckpt.state.records import RankGroup
 from memckpt.state.spec import StateSpec

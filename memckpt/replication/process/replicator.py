@@ -25,7 +25,7 @@ from memckpt.replication.keeping.outgoing import close_all
 from memckpt.replication.keeping.sender import Sender
 from memckpt.replication.process.node import ReplicationNode
 from memckpt.replication.process.questions import MOST_QUESTIONS, Answering, Fetching, Question
-from memckpt.replication.transport import wire
+from memckpt.replication.transport import messages
 from memckpt.replication.transport.transport import Delivery, Met, Transport
 from memckpt.state.records import HeldFragments
 
@@ -294,14 +294,14 @@ class Replicator:
         assert self._member is not None
         peer = delivery.peer
         try:
-            message = wire.decode(delivery.body)
+            message = messages.decode(delivery.body)
         except ValueError as error:  # of msgspec, or of text that is no UTF-8
             self._member.refuse(f"{peer}: {error}")
             return
         match message:
-            case wire.AskManifest() | wire.Get() | wire.AskWindow():
+            case messages.AskManifest() | messages.Get() | messages.AskWindow():
                 self._answer(peer, message)
-            case wire.Manifest() | wire.Got() | wire.WindowIs() | wire.GotNone():
+            case messages.Manifest() | messages.Got() | messages.WindowIs() | messages.GotNone():
                 self._fetching.take_answer(peer, message, delivery.payload, now)
             case _:
                 self._member.handle(peer, message, delivery.payload, now)

@@ -13,7 +13,7 @@ from memckpt.protocol.replication import PeerJob, SendGeneration, StateCopied
 from memckpt.replication.coding.placement import place
 from memckpt.replication.keeping.sender import Sender
 from memckpt.replication.pacing.pace import Pacer
-from memckpt.replication.transport import wire
+from memckpt.replication.transport import messages
 from memckpt.replication.transport.transport import Delivery, Transport
 
 
@@ -49,10 +49,10 @@ class NodePlan:
         """Nodes with which this one exchanges messages all the time; it may be among them."""
         return frozenset(self.addresses) if self.leads else frozenset({*self.holders, *self._owners, self.leader})
 
-    def window(self, message: SendGeneration | StateCopied) -> wire.Window:
+    def window(self, message: SendGeneration | StateCopied) -> messages.Window:
         """A generation of this node's records, or one of its states by value, as holders are told; for fragment 0."""
         by_value = isinstance(message, StateCopied)
-        return wire.Window(
+        return messages.Window(
             owner=message.ranks,
             node=self.node,
             generation=message.generation,
@@ -67,11 +67,11 @@ class NodePlan:
             by_value=by_value,
         )
 
-    def unfit(self, peer: str, message: wire.WireMessage) -> str:
+    def unfit(self, peer: str, message: messages.WireMessage) -> str:
         """Why a peer may not say something, in words; empty if it may."""
         job = self.job
         match message:
-            case wire.Open(window):
+            case messages.Open(window):
                 expected = (*self._kept.get(window.owner, ("", 0)), job.data, job.tolerate)
                 if (peer, window.index, window.data, window.tolerate) != expected or window.node != peer:
                     return f"fragment {window.index} of ranks {list(window.owner)} on {window.node} is not to be kept"
@@ -79,20 +79,20 @@ class NodePlan:
                     return f"private={window.private} is not as planned"
                 if window.by_value and (window.private or job.every_steps == 1):
                     return "no state by value of it is planned"
-            case wire.Put() | wire.Abandon():
-                owner = message.fragment.owner if isinstance(message, wire.Put) else message.owner
+            case messages.Put() | messages.Abandon():
+                owner = message.fragment.owner if isinstance(message, messages.Put) else message.owner
                 if self._kept.get(owner, ("", 0))[0] != peer:
                     return f"ranks {list(owner)} are not on it"
-            case wire.Stored() | wire.NotStored():
+            case messages.Stored() | messages.NotStored():
                 if message.owner not in self.own or peer not in self.holders:
                     return f"it keeps nothing of ranks {list(message.owner)} for this node"
-            case wire.Acknowledged():
+            case messages.Acknowledged():
                 if not self.leads or message.node != peer:
                     return f"it speaks for {message.node}"
-            case wire.Watermark():
+            case messages.Watermark():
                 if peer != self.leader or self.leads:
                     return "it does not lead"
-            case wire.Whereabouts():
+            case messages.Whereabouts():
                 if message.node not in self.addresses or message.node == self.node:
                     return f"{message.node} is no other node of this job"
             case _:
@@ -128,19 +128,19 @@ class Mail:
             if (moved := self._moved(other)) is not None:
                 self.send(peer, moved)
 
-    def _moved(self, peer: str) -> wire.Whereabouts | None:
+    def _moved(self, peer: str) -> messages.Whereabouts | None:
         """Address of a peer that is elsewhere than the plan says; None: it is there, or not known."""
         address = self._transport.address_of(peer)
-        return None if address in (None, self._addresses.get(peer)) else wire.Whereabouts(peer, address)
+        return None if address in (None, self._addresses.get(peer)) else messages.Whereabouts(peer, address)
 
-    def send(self, peer: str, message: wire.WireMessage, payload: bytes | memoryview = b"") -> None:
+    def send(self, peer: str, message: messages.WireMessage, payload: bytes | memoryview = b"") -> None:
         """Give a message to a peer, or to this node."""
         if peer == self._node:
-            self.loopback.append(Delivery(peer, wire.encode(message), bytes(payload)))
+            self.loopback.append(Delivery(peer, messages.encode(message), bytes(payload)))
             return
         self.connect(peer)
         try:
-            self._transport.send(peer, wire.encode(message), payload)
+            self._transport.send(peer, messages.encode(message), payload)
         except PeerError as error:
             # The peer does not drain its queue: drop it, and resynchronize when it reconnects.
             _log.warning("dropping peer %s: %s", peer, error)

@@ -21,7 +21,7 @@ from memckpt.replication.keeping.kept_window import BeingReservedError, KeptWind
 from memckpt.replication.keeping.outgoing import Outgoing, close_all, replica_extents, static_blob
 from memckpt.replication.keeping.sender import Sender
 from memckpt.replication.process.send import NodePlan
-from memckpt.replication.transport.wire import Window
+from memckpt.replication.transport.messages import Window
 from memckpt.state.layout import Layout
 from memckpt.state.records import RankGroup, RecordMeta, encode_meta
 

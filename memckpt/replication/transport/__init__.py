@@ -1,5 +1,5 @@
 """Messages between replicators.
 
-`wire` (the messages), `links` (order and repetition between two nodes), `directory` (sockets, keys, where peers are),
-`transport` (one node's links, over ZeroMQ).
+`messages` (what they say), `links` (order and repetition between two nodes), `directory` (sockets, keys, where peers
+are), `transport` (one node's links, over ZeroMQ).
 """

@@ -17,7 +17,7 @@ from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.kept_window import sizes_of
 from memckpt.replication.keeping.outgoing import Outgoing
 from memckpt.replication.process.node import ReplicationNode
-from memckpt.replication.transport.wire import decode
+from memckpt.replication.transport.messages import decode
 from memckpt.state.records import Branch, HeldFragments
 from tests.support.cluster.peers_model import (
     MOST_BYTES,

@@ -21,14 +21,14 @@ from memckpt.replication.keeping.outgoing import Outgoing, Part, RegionSource
 from memckpt.replication.keeping.sender import Sender
 from memckpt.replication.process.questions import Answering
 from memckpt.replication.process.reader import PATIENCE_SECONDS, Reader
-from memckpt.replication.transport import wire
+from memckpt.replication.transport import messages
 from memckpt.state.layout import Layout
 from memckpt.state.records import Branch, RecordMeta, SubStep, Timeline, encode_meta
 from memckpt.state.spec import OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, StateTensorSpec, TensorSpec
 
 Bytes = bytes | memoryview
 #: A node's answers to a question; a test may change them.
-Answers = list[tuple[str, wire.WireMessage, Bytes]]
+Answers = list[tuple[str, messages.WireMessage, Bytes]]
 T1 = Timeline(1, "a")
 RANKS = (0, 1)
 #: What belongs to a record: its step, its scalars, and the states of ranks.
@@ -82,10 +82,10 @@ class MemoryRoom:
 class MemoryRooms:
     """Makes such rooms."""
 
-    def make_room(self, window: wire.Window, unit: int, slot: int, nbytes: int) -> MemoryRoom:
+    def make_room(self, window: messages.Window, unit: int, slot: int, nbytes: int) -> MemoryRoom:
         return MemoryRoom(nbytes)
 
-    def drop_room(self, window: wire.Window, slot: int) -> None:
+    def drop_room(self, window: messages.Window, slot: int) -> None:
         pass
 
 
@@ -137,8 +137,8 @@ class Records:
         records = {one: self.held[one] if one >= oldest else (*self.held[one][:2], {}) for one in window}
         return self._message("", records, serve=True)
 
-    def window(self, generation: str, code: Code, *, node: str = "owner", private: bool = False) -> wire.Window:
-        return wire.Window(
+    def window(self, generation: str, code: Code, *, node: str = "owner", private: bool = False) -> messages.Window:
+        return messages.Window(
             owner=self.spec.local_ranks,
             node=node,
             generation=generation,
@@ -184,17 +184,17 @@ class Node:
     def __post_init__(self) -> None:
         self.fragment_store = FragmentStore(self.name, MemoryRooms())
 
-    def take(self, message: wire.WireMessage, payload: Bytes) -> wire.Stored | wire.NotStored | None:
+    def take(self, message: messages.WireMessage, payload: Bytes) -> messages.Stored | messages.NotStored | None:
         """Store a message of an owner."""
         match message:
-            case wire.Open(window):
+            case messages.Open(window):
                 return self.fragment_store.open(window)
-            case wire.Put(fragment, step):
+            case messages.Put(fragment, step):
                 return self.fragment_store.put(fragment, step, payload)
         raise AssertionError(message)
 
-    def answer(self, question: wire.WireMessage) -> tuple[wire.WireMessage, Bytes]:
-        assert isinstance(question, wire.AskManifest | wire.Get | wire.AskWindow)
+    def answer(self, question: messages.WireMessage) -> tuple[messages.WireMessage, Bytes]:
+        assert isinstance(question, messages.AskManifest | messages.Get | messages.AskWindow)
         return self.answering.find_answer(question, self.fragment_store)
 
     def close(self) -> None:
@@ -204,12 +204,12 @@ class Node:
 
 def spread(records: Records, code: Code, nodes: Sequence[Node], *, private: bool = False) -> None:
     """Send all records to the holders of their fragments, as generation ``g``."""
-    told: deque[tuple[str, wire.WireMessage | None]] = deque()
+    told: deque[tuple[str, messages.WireMessage | None]] = deque()
     by_name = {node.name: node for node in nodes}
     for node in nodes:
         node.fragment_store.begin_attempt("a1", 0, code)
 
-    def send(peer: str, message: wire.WireMessage, payload: Bytes) -> None:
+    def send(peer: str, message: messages.WireMessage, payload: Bytes) -> None:
         told.append((peer, by_name[peer].take(message, payload)))
 
     owner = Sender(records.spec.local_ranks, code, list(by_name), send, lambda peer: 1, 0)
@@ -223,7 +223,7 @@ def spread(records: Records, code: Code, nodes: Sequence[Node], *, private: bool
         pass
     for peer, answer in told:
         if answer is not None:
-            assert isinstance(answer, wire.Stored), answer
+            assert isinstance(answer, messages.Stored), answer
             owner.stored(peer, answer)
     assert owner.acknowledged == records.newest
     assert owner.whole
@@ -231,10 +231,10 @@ def spread(records: Records, code: Code, nodes: Sequence[Node], *, private: bool
 
 
 #: Changes a node's answer: the node, the question, its true answer and payload.
-Bend = Callable[[Node, wire.WireMessage, wire.WireMessage, Bytes], Answers]
+Bend = Callable[[Node, messages.WireMessage, messages.WireMessage, Bytes], Answers]
 
 
-def straight(node: Node, question: wire.WireMessage, answer: wire.WireMessage, payload: Bytes) -> Answers:
+def straight(node: Node, question: messages.WireMessage, answer: messages.WireMessage, payload: Bytes) -> Answers:
     return [(node.name, answer, payload)]
 
 
@@ -251,8 +251,8 @@ class Network:
         self.steps: list[int] = []  # progress, as it was reported
         self.fetched: list[tuple[int, int]] = []  # bytes of the state, and bytes expected, at each arrival
 
-    def send(self, peer: str, message: wire.WireMessage) -> None:
-        self._questions.append((peer, wire.encode(message)))
+    def send(self, peer: str, message: messages.WireMessage) -> None:
+        self._questions.append((peer, messages.encode(message)))
 
     def number(self) -> int:
         return next(self._numbers)
@@ -268,11 +268,11 @@ class Network:
         while self._questions:
             peer, body = self._questions.popleft()
             if peer in self._nodes:
-                node, question = self._nodes[peer], wire.decode(body)
+                node, question = self._nodes[peer], messages.decode(body)
                 said += self._bend(node, question, *node.answer(question))
         if self._order is not None:
             self._order.shuffle(said)
-        return [(peer, wire.decode(wire.encode(answer)), bytes(payload)) for peer, answer, payload in said]
+        return [(peer, messages.decode(messages.encode(answer)), bytes(payload)) for peer, answer, payload in said]
 
     def read(self, wanted: WantedState, spec: StateSpec, code: Code) -> tuple[Filled, list[Region]]:
         """Read a state; the caller owns the regions with it."""
@@ -285,7 +285,7 @@ class Network:
         for _ in range(200):
             while reader.result is None and (answers := self.answers()):
                 for peer, answer, payload in answers:
-                    assert isinstance(answer, wire.Manifest | wire.Got | wire.GotNone)
+                    assert isinstance(answer, messages.Manifest | messages.Got | messages.GotNone)
                     reader.take_answer(peer, answer, payload, self.now)
                     self.steps.append(reader.take_progress())
                     self.fetched.append((reader.taken_bytes, reader.expected_bytes))

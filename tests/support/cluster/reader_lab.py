@@ -13,7 +13,7 @@ from memckpt.memory.region import Region
 from memckpt.protocol.replication import Filled, FromFragments, WantedState
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import STRIPE_BYTES, Code, _checksum
-from memckpt.replication.transport.wire import AskManifest, Get, Got, GotNone, Manifest, WireMessage
+from memckpt.replication.transport.messages import AskManifest, Get, Got, GotNone, Manifest, WireMessage
 from tests.support.cluster.peers_records import RANKS, Answers, Bend, Bytes, Network, Node, Records, layout_spec, spread
 
 CODES = [(1, 1), (1, 3), (3, 1), (2, 2), (4, 2), (2, 3)]

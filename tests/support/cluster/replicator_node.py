@@ -14,7 +14,7 @@ from memckpt.replication.coding.code import Code, seal_stripe
 from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.process.node import ReplicationNode
 from memckpt.replication.process.replicator import Replicator
-from memckpt.replication.transport import wire
+from memckpt.replication.transport import messages
 from memckpt.replication.transport.transport import Delivery, Met
 from tests.support.cluster.peers_records import MemoryRooms, Records, layout_spec
 
@@ -27,7 +27,7 @@ class Line:
 
     def __init__(self) -> None:
         self.come: deque[Delivery | Met] = deque()
-        self.sent: dict[str, list[wire.WireMessage]] = defaultdict(list)
+        self.sent: dict[str, list[messages.WireMessage]] = defaultdict(list)
         self.forgotten: list[str] = []
         self.hinted: set[str] = set()
         self.refused: Counter[str] = Counter()
@@ -42,7 +42,7 @@ class Line:
 
     def send(self, peer: str, body: bytes, payload: bytes | memoryview = b"") -> None:
         assert peer in NODES, "its address is unknown"
-        self.sent[peer].append(wire.decode(body))
+        self.sent[peer].append(messages.decode(body))
 
     in_flight_bytes = 0
 
@@ -125,11 +125,11 @@ class Node:
     def refused(self) -> int:
         return sum(self.member.refused.values())
 
-    def says(self, peer: str, *messages: wire.WireMessage, payload: bytes = b"") -> list[wire.WireMessage]:
+    def says(self, peer: str, *said: messages.WireMessage, payload: bytes = b"") -> list[messages.WireMessage]:
         """Receive a peer's messages; returns the replies to it."""
         before = len(self.line.sent[peer])
-        for message in messages:
-            self.line.come.append(Delivery(peer, wire.encode(message), payload))
+        for message in said:
+            self.line.come.append(Delivery(peer, messages.encode(message), payload))
         while self.line.come or self.member.mail.loopback:
             self.replicator._take_deliveries()
         return self.line.sent[peer][before:]
@@ -142,13 +142,13 @@ class Node:
         told = self.records[NODES.index(owner)].window("g" + owner, self.code, node=owner)
         return msgspec.structs.replace(told, **{"index": self.index(owner), **other})
 
-    def put(self, owner: str, record: int, **other: Any) -> tuple[wire.Put, bytes]:
+    def put(self, owner: str, record: int, **other: Any) -> tuple[messages.Put, bytes]:
         rank = other.pop("rank", NODES.index(owner))
         place = {"generation": "g" + owner, "owner": (rank,), "record": record, "stripe": 0, "stripes": 1}
         fragment, payload = seal_stripe(self.code, b"data of " + owner.encode(), **place)[self.index(owner)]
-        return wire.Put(msgspec.structs.replace(fragment, **other), 100), bytes(payload)
+        return messages.Put(msgspec.structs.replace(fragment, **other), 100), bytes(payload)
 
-    def keep(self, owner: str, record: int) -> list[wire.WireMessage]:
+    def keep(self, owner: str, record: int) -> list[messages.WireMessage]:
         put, payload = self.put(owner, record)
         return self.says(owner, put, payload=payload)
 
@@ -166,7 +166,7 @@ class Node:
         rank = (NODES.index(self.name),)
         for peer in NODES:
             if peer != self.name:
-                self.says(peer, *(wire.Stored(rank, "own", record) for record in (STATIC, *records)))
+                self.says(peer, *(messages.Stored(rank, "own", record) for record in (STATIC, *records)))
         self.member.work(0.0)
 
     def close(self) -> None:
