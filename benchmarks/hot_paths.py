@@ -256,7 +256,7 @@ def add_write(report: Report, size: str, repetitions: int) -> None:
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     with scratch_directory() as directory:
         store = LocalStore(directory)
-        seconds = best_of(lambda: dcp.save(store, "base", tensors, crc32=False), repetitions)
+        seconds = best_of(lambda: dcp.save(store, "base", tensors), repetitions)
     add_rate(report, "write of parameters to storage", seconds, nbytes)
 
 

@@ -102,7 +102,7 @@ def measure_writes(report: Report, size: str, repetitions: int) -> None:
         sides: dict[str, Callable[[int], object]] = {
             "direct write": lambda number: direct_write(directory / f"direct-{number}", nbytes),
             "plain sequential write": lambda number: plain_write(directory / f"plain-{number}", tensors),
-            "memckpt's base": lambda number: written.append(ours.save(store, f"base-{number}", tensors, crc32=False)),
+            "memckpt's base": lambda number: written.append(ours.save(store, f"base-{number}", tensors)),
             "reading it back": lambda number: read_back(store, written[-1]),
             "torch.save": torch_save,
             "dcp.save": dcp_saves,

@@ -46,9 +46,13 @@ def _chunk(tensor: torch.Tensor, shard: Shard | None) -> ChunkStorageMetadata:
 
 
 @contextlib.contextmanager
-def _crc32(wanted: bool) -> Iterator[None]:
+def _without_crc32() -> Iterator[None]:
+    """Leave torch's own checksums out, which torch never checks: a commit file's make them unnecessary.
+
+    They cost more than the rest of a write.
+    """
     before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(wanted)
+    torch.serialization.set_crc32_options(False)
     try:
         yield
     finally:
@@ -60,18 +64,15 @@ def save(
     directory: str,
     tensors: Mapping[str, torch.Tensor],
     shards: Mapping[str, Shard] | None = None,
-    *,
-    crc32: bool = True,
 ) -> tuple[StoredFile, ...]:
     """Write host tensors by name; returns the files of the checkpoint. Raises StorageError.
 
-    `shards`: offsets in larger tensors, by name; tensors not named are whole. `crc32`: write torch's own checksums,
-    which torch never checks and which cost more than the rest of the write; a commit file's make them unnecessary.
+    `shards`: offsets in larger tensors, by name; tensors not named are whole.
     """
     entries: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     path = f"{directory}/{_DATA}"
-    with _crc32(crc32), store.create(path) as stream:
+    with _without_crc32(), store.create(path) as stream:
         for name, tensor in tensors.items():
             shard = (shards or {}).get(name)
             size = tensor.size() if shard is None else torch.Size(shard.whole)

@@ -120,7 +120,7 @@ def by_value_tensors(layout: Layout, by_value: mmap.mmap, base: int) -> dict[str
 def write_files(store: Store, part: Part, state: NodeState, tensors: Mapping[str, torch.Tensor]) -> Part:
     """Write the data files of a node's part, without its commit file. Returns the part with its files."""
     shards = StoredNames(state.spec).shards()
-    files = dcp.save(store, part.base_directory, tensors, shards, crc32=False) if tensors else ()
+    files = dcp.save(store, part.base_directory, tensors, shards) if tensors else ()
     files += (store.write(part.state_path, encode_node_state(state)),)
     return msgspec.structs.replace(part, files=files)
 
