@@ -127,11 +127,11 @@ class GradientStaging:
         """Call `accumulates()` in each backward: whether a later one adds to its gradients before a step."""
         self._accumulates, self._puts_off, self._learned = accumulates, True, None
 
-    def begin_record(self, writer: SlotWriter | None, record: int) -> None:
+    def expect_gradients(self, writer: SlotWriter | None, record: int) -> None:
         """Start with `record`, of which nothing is staged."""
         self._record = record
         if self._learned is not None:
-            self._puts_off = writer is not None and self._learned.begin_record(writer)
+            self._puts_off = writer is not None and self._learned.start_counts(writer)
         self._ops.clear()
         params = len(writer.params) if writer is not None else 0
         self._staged_after, self._held, self._counts = [0] * params, [None] * params, [0] * params
@@ -395,7 +395,7 @@ class LearnedFirings:
         self._last: dict[int, list[int]] = {}
         self._known: set[int] = set()
 
-    def begin_record(self, writer: SlotWriter) -> bool:
+    def start_counts(self, writer: SlotWriter) -> bool:
         """Start with a record; returns whether some gradients are made several times before a step."""
         if writer is not self._writer:
             self._writer, self.expected = writer, [1] * len(writer.params)

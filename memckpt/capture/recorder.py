@@ -92,7 +92,7 @@ class Recorder:
         self._sub_steps = []
         self._steps_taken = {}
         self._begun = {}
-        self.gradients.begin_record(writer, record)
+        self.gradients.expect_gradients(writer, record)
 
     def fail(self, reason: str) -> None:
         """Void this record: the session begins a new generation at its end."""

@@ -131,7 +131,7 @@ class GenerationSwitch:
             MemoryBudgetError: there is no room for the slots of the held generation.
         """
         if self._live.spec(self.request) == writer.spec and not anew and not self._resumed_refuted:
-            self.begin_record(record + 1)
+            self.enter_record(record + 1)
             return
         if self._resumed_refuted:
             self._distrusted = writer.generation  # what the audit has found in it is the same
@@ -302,7 +302,7 @@ class GenerationSwitch:
         regions = self._staging.take_prepared(spec)
         return regions or self._link.prepare(spec, record, reason=self._mode.reason)
 
-    def begin_record(self, record: int) -> None:
+    def enter_record(self, record: int) -> None:
         """Go on to the next record, as soon as its slot is free."""
         writer = self._staging.writer
         assert writer is not None
@@ -313,7 +313,7 @@ class GenerationSwitch:
                 return
             writer.use_all_slots(record)
         self._recorder.clock.slot_wait += self._link.wait_for_room(record, writer.spec, self.began)
-        self._staging.begin_record(record)
+        self._staging.open_slot(record)
 
     def warn_of_state_left_out(self) -> None:
         """Log once each part of the optimizers that no record can hold."""

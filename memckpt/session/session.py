@@ -535,14 +535,14 @@ class Session:
         if switch.is_due(record):  # asked again: the order may have made it so
             # The state of this record is written by value: the agent needs no record before it any more.
             switch.write_generation(point)
-            switch.begin_record(record + 1)
+            switch.enter_record(record + 1)
             self._protection.end_gap(point)
         elif staging.ready and (problem is None or staging.commits_uncaptured(record)):  # or: nothing to get wrong
             # Nothing changes the slot behind the seal. Once its copies have ended the stamp is set, and the agent told.
             self._send_commit(staging.seal(point))
             self._obey_copy_order(point)
             switch.warn_of_state_left_out()
-            switch.begin_record(record + 1)
+            switch.enter_record(record + 1)
         else:
             self._link.send(Void(record, problem or self._recorder.problem or "no generation to write to"))
 

@@ -123,7 +123,7 @@ class Staging:
             return False
         return self.writer.snapshots or self._recorder.writer is not None
 
-    def begin_record(self, record: int) -> None:
+    def open_slot(self, record: int) -> None:
         """Open a record's slot and stage its anchors, before the next step changes the state."""
         writer = self.writer
         assert writer is not None
