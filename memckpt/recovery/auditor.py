@@ -23,8 +23,7 @@ from memckpt.processes.launch import extend_search_path
 from memckpt.protocol.audit import Audit, Audited, AuditedGeneration, AuditorReady, ForgetAudits
 from memckpt.protocol.channel import AuditorChannel
 from memckpt.protocol.trainer import Arithmetic
-from memckpt.recovery.restore import Restorer
-from memckpt.recovery.target import HostState
+from memckpt.recovery.restore import HostState, Restorer
 from memckpt.state import codec
 from memckpt.state.layout import Layout, Piece
 from memckpt.state.optimizers import dtype_of

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
-from memckpt.recovery.target import is_restored
+from memckpt.recovery.restore import is_restored
 from memckpt.state import codec
 from memckpt.state.spec import StateSpec
 from memckpt.state.tensors import Distance, local

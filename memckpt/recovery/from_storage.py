@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from memckpt.errors import DamagedStateError, UnsupportedError
-from memckpt.recovery.target import HostState, RedoThreads, RestoreTarget, common_device, is_restored, progress
+from memckpt.recovery.restore import HostState, RedoThreads, RestoreTarget, common_device, is_restored, progress
 from memckpt.state.layout import Layout
 from memckpt.state.optimizers import rebuild_like
 from memckpt.state.records import RankGroup, RecordMeta, decode_meta

@@ -33,8 +33,8 @@ from memckpt.protocol.replication import (
     WantedState,
 )
 from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored, StartOver
+from memckpt.recovery.restore import progress
 from memckpt.recovery.sources import BadSource, Fetch, serves
-from memckpt.recovery.target import progress
 from memckpt.session.link import AgentLink
 from memckpt.session.ranks import Ranks
 from memckpt.state.layout import Layout

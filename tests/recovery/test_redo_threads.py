@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.spec_request import SpecRequest
-from memckpt.recovery.target import RedoThreads
+from memckpt.recovery.restore import RedoThreads
 from memckpt.state import codec
 from memckpt.state.layout import Layout
 from memckpt.state.optimizers import ELEMENTWISE, hyperparameters

@@ -15,8 +15,7 @@ import pytest
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.errors import AgentError
 from memckpt.memory import replica
-from memckpt.recovery.restore import Restorer
-from memckpt.recovery.target import RestoreTarget
+from memckpt.recovery.restore import Restorer, RestoreTarget
 from memckpt.session import connection, link
 from memckpt.session.connection import Reconnection
 from memckpt.state.redo import RedoGroup

@@ -23,8 +23,7 @@ from memckpt.capture.recorder import Recorder
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.watch import StaticWatch
 from memckpt.memory.region import Region
-from memckpt.recovery.restore import Restorer
-from memckpt.recovery.target import RestoreTarget
+from memckpt.recovery.restore import Restorer, RestoreTarget
 from memckpt.session.rank_state import RankState
 from memckpt.session.resume import resume
 from memckpt.session.staging import Changes, Staging

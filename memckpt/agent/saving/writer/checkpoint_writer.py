@@ -33,8 +33,7 @@ from memckpt.processes.launch import extend_search_path
 from memckpt.protocol.channel import WriterChannel
 from memckpt.protocol.descriptors import readable
 from memckpt.protocol.storing import Announce, Announced, LookForAnnounced, LookForRoom, Room, Save, Saved, SaveFailed
-from memckpt.recovery.restore import Restorer
-from memckpt.recovery.target import HostState
+from memckpt.recovery.restore import HostState, Restorer
 from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline
 from memckpt.storage.catalog import PASSED, PINNED, Catalog, Checkpoint, read_catalog, read_keys, remove, remove_batch
