@@ -253,7 +253,7 @@ class Resumption:
         make = partial(plan_without, (), self._repeats)
         if self._peers.active:
             make = partial(self._peers.plan_with_peers, plan_without, self._spec, self._repeats)
-        plan = plan_with_storage(tier, self._resume, make)
+        plan = plan_with_storage(tier, self._resume, make) if tier.unread or tier.absent else make()
         self._link.claimed = tier.claimed  # the planning may have claimed the store
         self._timeline = plan.timeline
         self._link.configure(plan.timeline)
@@ -576,8 +576,9 @@ class Resumption:
         self._live.growth.written.update(state["written"])
         self._live.part_views(state["views"])
         copies = None
+        spec = chosen.spec
         if comparison is not None:
-            copies = LiveCopies(chosen.tensors_spec, chosen.spec, self._live.tensors(), self._live.optimizers)
+            copies = LiveCopies(chosen.tensors_spec, spec, self._live.tensors(), self._live.optimizers)
         with rng.preserved():
             self.record_redo_seconds = chosen.restore(self._live, self._ranks.rank, self._staging)
         if "optimizers" in state:  # what is in no slot
@@ -585,7 +586,7 @@ class Resumption:
         restore_state_order(self._live, state)
         if copies is not None and comparison is not None:
             copies.compare(comparison)
-        return Evidence(chosen.spec, self._live)  # not the writer's: a repeated step may have replaced modules
+        return Evidence(spec, self._live)  # not the writer's: a repeated step may have replaced modules
 
     def _agree_on_replicas(self, writer: SlotWriter) -> None:
         """Make replicas equal: other kernels or thread counts may give other bits. The first rank's replica wins."""

@@ -56,6 +56,7 @@ class StorageTier:
         run: id of this run, which the store belongs to; empty if it belongs to none.
         points: states that it can produce, newest first.
         problem: why it could not be listed, in words; empty if it could.
+        unread: the same, or why a file in it could not be read.
         claimed: whether the store says that it is this run's. If it does not say so later, another one is mounted.
         absent: why the run's store is not there, in words; empty if it is.
 
@@ -75,7 +76,7 @@ class StorageTier:
         self._store: Store | None = None
         self.catalog = Catalog((), {})
         self.points: tuple[StoredPoint, ...] = ()
-        self.problem = self.absent = ""
+        self.problem = self.unread = self.absent = ""
         self.claimed = False
         self._step = step
         if config is None:
@@ -95,11 +96,6 @@ class StorageTier:
 
     # Listing
 
-    @property
-    def unread(self) -> str:
-        """Why the store, or a file in it, could not be read, in words; empty if all could."""
-        return self.problem or next(iter(self.catalog.unreadable.values()), "")
-
     def list_again(self) -> None:
         """List the store again, with retries until everything can be read or the patience is over."""
         self._list(patient=True)
@@ -107,6 +103,7 @@ class StorageTier:
     def _list(self, patient: bool = False) -> None:
         found = self._ranks.together(lambda: self._list_alone(patient))[0]
         self.catalog, self.problem, self.run, self.claimed, self.absent = found
+        self.unread = self.problem or next(iter(self.catalog.unreadable.values()), "")
         for problem in self.catalog.damaged.values():
             _log.warning("memckpt: passed over: %s", problem)
         self.points = stored_points(self.catalog, also=self._step)
