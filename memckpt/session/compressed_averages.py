@@ -266,10 +266,6 @@ class CompressedAverages:
     def _carried(self) -> list[torch.Tensor]:
         return [tensor for module in self.modules.values() for tensor in module.buffers()]
 
-    def with_own(self, extra_modules: Mapping[str, nn.Module]) -> dict[str, Any]:
-        """The user's extra modules, and ours."""
-        return {**extra_modules, **self.modules}
-
 
 def record_redo_seconds(elements: float, pieces: float, on_host: bool) -> float:
     """Time to redo one record of a model of which nothing is measured yet, on the high side.

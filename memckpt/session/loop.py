@@ -196,16 +196,13 @@ class Loop:
         try:
             while self.epoch < total:
                 yield self.epoch
-                self.leave_epoch()
+                # Say what a restart would do after the loop over batches, if that is not exact.
+                self._warn(self._watch.left(self._followers.places()))
                 self._followers.ended += 1
                 self.epoch += 1
                 self.batch, self._has_remainder = 0, False
         finally:
             self._in_epochs = False
-
-    def leave_epoch(self) -> None:
-        """Say what a restart would do after the loop over batches, if that is not exact."""
-        self._warn(self._watch.left(self._followers.places()))
 
     # Each commit
 

@@ -206,7 +206,7 @@ class Session:
         self._compression = compression = CompressedAverages(proven.config, model, data_parallel)
         config = compression.with_period(proven.config)
         hidden = modules_beside([model, *extra_modules.values()], {"model": model, **extra_modules})
-        self._live = live = LiveState(model, optimizers, compression.with_own({**hidden, **extra_modules}))
+        self._live = live = LiveState(model, optimizers, {**hidden, **extra_modules, **compression.modules})
         find_replicas(live, ranks, data_parallel, replicated)
         refuse_few_slots(config.records_in_flight, ranks)
         device = device_of(live.tensors())
