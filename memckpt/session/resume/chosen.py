@@ -104,11 +104,6 @@ class ChosenInMemory:
 
     tensors_spec = spec
 
-    @property
-    def writer(self) -> SlotWriter | None:
-        """The writer on its generation, once a state of it was restored."""
-        return self.generation.writer
-
     def restore(self, live: LiveState, rank: int, staging: Staging) -> float | None:
         """Write the state to the live tensors. Returns the seconds that redo of a record took, None without redo."""
         writer, message = self.generation.open_writer(staging), self.generation.message
@@ -137,7 +132,7 @@ class ChosenInMemory:
 
     def recorded_steps(self, live: LiveState) -> RecordedSteps | None:
         """The optimizer steps of the record, which is repeated; None where it has none."""
-        writer, before = self.writer, self.generation.message.before
+        writer, before = self.generation.writer, self.generation.message.before
         assert writer is not None
         if before is None or not before.meta or writer.snapshots:
             return None

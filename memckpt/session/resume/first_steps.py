@@ -253,10 +253,10 @@ class Witness:
         self._reduces = False
         self._left_looked_at = False
 
-    def set_aside(self, writer: SlotWriter, record: int, tap: str, limit: int | None = None) -> None:
+    def set_aside(self, writer: SlotWriter, record: int, tap: str) -> None:
         """Copy the gradients staged for `record`, in their order, before its slot is reused. Never raises."""
         try:
-            self._problem = self._set_aside(writer, record, tap, WITNESS_BYTES if limit is None else limit)
+            self._problem = self._set_aside(writer, record, tap, WITNESS_BYTES)
         except Exception as error:  # a resume never fails for that: it becomes the reason of the verdict
             _log.exception("memckpt: setting gradients aside failed")
             self.decline(f"setting gradients aside failed: {type(error).__name__}: {error}")
