@@ -11,10 +11,9 @@ import ctypes
 import functools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -168,8 +167,7 @@ def _flat_bits(tensor: torch.Tensor) -> torch.Tensor:
     return bits_of(tensor.reshape(-1)).view(-1)
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """Elements of one tensor, as they are now and as they were: flat, of one dtype, in host memory.
 
     Attributes:
@@ -231,6 +229,7 @@ class Evidence:
         bits = self._sample(tensors).sample_tensors(record, tensors)
         return {"record": record, "tensors": len(tensors), "bits": bits, "numbers": numbers}
 
+    @torch.no_grad()
     def pairs(self, held: Mapping[str, Any]) -> list[Pair] | None:
         """The state as it is now beside a sample of another process, tensor by tensor; None if these do not fit."""
         record, found, numbers = held["record"], *self._walk()

@@ -114,6 +114,13 @@ class Comparison:
             else:
                 self.tensor("state", label, local(found[key]), local(held[key]))
 
+    def sample(self, pairs: Iterable[tuple[ComparedKind, str, torch.Tensor, torch.Tensor]] | None) -> None:
+        """Compare a sample of a state with that of a record, tensor by tensor; None: it has other tensors."""
+        if pairs is None:
+            self.absence("the state", "other tensors", "those of the record")
+        for kind, name, found, held in pairs or ():
+            self.tensor(kind, name, found, held)
+
     def findings(self, order: Iterable[str] = ()) -> Findings:
         """The result; call once everything has been compared."""
         places = {name: place for place, name in enumerate(order)}

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -166,7 +165,7 @@ class FirstSteps:
         assert self._evidence is not None
         comparison, before = Comparison(), codec.decode(held)
         self._rank_state.compare(codec.decode(point.rank_state), before, comparison)
-        compare_sample(self._evidence, before["evidence"], comparison)
+        comparison.sample(self._evidence.pairs(before["evidence"]))
         everybody = self._ranks.gather(comparison.findings())
         what = f"step {point.step} was taken again, and compared by a sample"
         judge(self.check, everybody, self._training.any_accelerator(), what)
@@ -523,13 +522,3 @@ class Repetition:
         states.put_back({name: held["provided"][name] for name in differing})
         rng.restore(held["rng"])
         return comparison.findings(self._live.tensors())
-
-
-def compare_sample(evidence: Evidence, held: Mapping[str, Any], comparison: Comparison) -> None:
-    """Compare the live state with a sample that a record carries."""
-    with torch.no_grad():
-        pairs = evidence.pairs(held)
-    if pairs is None:
-        comparison.absence("the state", "other tensors", "those of the record")
-    for pair in pairs or ():
-        comparison.tensor(pair.kind, pair.name, pair.now, pair.before)

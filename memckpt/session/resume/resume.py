@@ -52,7 +52,7 @@ from memckpt.session.link import AgentLink
 from memckpt.session.peers import Peers
 from memckpt.session.ranks import LocalTraining
 from memckpt.session.resume.chosen import Chosen, ChosenInMemory, ChosenInStorage
-from memckpt.session.resume.first_steps import FirstSteps, Repetition, compare_sample
+from memckpt.session.resume.first_steps import FirstSteps, Repetition
 from memckpt.session.resume.report import HeldState, Proof, RestoreReport, prove
 from memckpt.session.resume.storage_tier import Resharding, StorageTier, plan_with_storage
 from memckpt.session.staging import RestorePoint, Staging
@@ -612,7 +612,7 @@ class Resumption:
             return None
         held, now = _comparable(chosen.state), _comparable(describe_groups(self._live))
         comparison = Comparison()
-        compare_sample(evidence, chosen.state["evidence"], comparison)
+        comparison.sample(evidence.pairs(chosen.state["evidence"]))
         for name, value in now.items():
             comparison.value("hyperparameters", name, value, held.get(name, value))
         findings = comparison.findings(self._live.tensors())
