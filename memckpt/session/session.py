@@ -35,6 +35,7 @@ from memckpt.errors import (
     ResumeMismatchError,
     UsageError,
 )
+from memckpt.journal.events import Recovered
 from memckpt.processes.address import AgentAddress
 from memckpt.protocol.trainer import Commit, Void
 from memckpt.session.compressed_averages import CompressedAverages
@@ -371,14 +372,17 @@ class Session:
             self._switch.distrust_resumed(filled.refuted)
         report = self._resumption.go_on(filled, self._tap.current, self._protection.resume)
         self._tuning.set_redo_seconds(self._resumption.record_redo_seconds)
+        doubt = chosen.not_exact or chosen.held.rank_state.get(_DOUBT, "")
         self._rank_state.take_over(chosen.state)
-        own = (chosen.not_exact or chosen.held.rank_state.get(_DOUBT, ""), *self._rank_state.reasons)
+        own = (doubt, *self._rank_state.reasons)
         report = report.because(*(reason for each in self._ranks.gather(own) for reason in each))
         report = self._compression.restored(report, chosen.held.rank_state)
         self._rank_state.add_to_report = report.because
         self._rank_state.load([OBJECTS, METRICS, MADE], chosen.held.rank_state)
         self._tap.reinstall()  # parameters may have been unfrozen when the dead attempt ended
-        self._resumption.tell_journal(report)
+        if self._ranks.rank == 0:
+            what = report.step, report.record, report.tier, round(report.seconds, 3), report.steps_lost
+            self._link.tell_journal(Recovered(*what, report.exact, report.repeated, report.reasons))
         self._accept(report)
         self._first_steps.begin_comparison(chosen)
         for each in self._observers:

@@ -30,7 +30,7 @@ from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.taps.tap import Tap
 from memckpt.config import RedoMode, ResumeChoice
 from memckpt.errors import AgentError, DamagedStateError, ForeignStateError, MemckptError
-from memckpt.journal.events import Recovered, StartedOver
+from memckpt.journal.events import StartedOver
 from memckpt.memory.budget import available_bytes
 from memckpt.protocol.trainer import Inventory
 from memckpt.recovery.comparison import Comparison, LiveCopies, copied_bytes
@@ -661,12 +661,6 @@ class Resumption:
             DroppedGradients(self._live, dropped, self._first_steps.depart)
             self._pending.resume(chosen.state["pending"])
         return report
-
-    def tell_journal(self, report: RestoreReport) -> None:
-        """Write down what was restored, once all that is known of it is in its report."""
-        if self._ranks.rank == 0:
-            what = report.step, report.record, report.tier, round(report.seconds, 3), report.steps_lost
-            self._link.tell_journal(Recovered(*what, report.exact, report.repeated, report.reasons))
 
     def _take_writer(self, chosen: ChosenInMemory, tap: Tap, resume: Callable[[SlotWriter, int], None]) -> None:
         """Have training go on in the generation of the chosen state."""
