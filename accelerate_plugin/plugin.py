@@ -44,7 +44,7 @@ from accelerate_plugin.prepared import (
     require_training,
     sort_prepared,
 )
-from memckpt.capture.attributes import same
+from memckpt.capture.beside.attributes import same
 from memckpt.capture.data.places import DrawsAtOpen
 from memckpt.capture.data.prefetch import TAKEN_APART
 from memckpt.config import MemckptConfig, ResumeChoice

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 
 from memckpt import ComparedKind
 from memckpt.capture import data as dataloader
-from memckpt.capture.objects import as_stateful
-from memckpt.capture.param_groups import scaler_state
+from memckpt.capture.beside.objects import as_stateful
+from memckpt.capture.beside.param_groups import scaler_state
 from memckpt.errors import ForeignStateError, UnsupportedError, UsageError
 
 _SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP)

@@ -13,7 +13,7 @@ from lightning_memckpt.internals import check_version
 from lightning_memckpt.notes import is_tuning, list_callbacks, refuse
 from lightning_memckpt.protection import Protection
 from memckpt import ProtectionArguments
-from memckpt.capture.attributes import checked_names
+from memckpt.capture.beside.attributes import checked_names
 from memckpt.config import MemckptConfig, ResumeChoice
 from memckpt.config.arguments import with_environment
 from memckpt.config.settings import from_mapping

@@ -27,7 +27,7 @@ from lightning_memckpt.trainer_state import LoggingState
 from lightning_memckpt.user_state import UserState, attribute_roots, callbacks_by_key, modules_beside
 from memckpt import ComparedKind
 from memckpt.capture import data as dataloader
-from memckpt.capture.attributes import Attributes, FoundObjects, tensors_in
+from memckpt.capture.beside.attributes import Attributes, FoundObjects, tensors_in
 from memckpt.errors import UnsupportedStateError
 from memckpt.user_messages import Messages
 

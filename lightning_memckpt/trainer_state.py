@@ -25,7 +25,7 @@ from torchmetrics import Metric
 import memckpt
 from lightning_memckpt.internals import TrainerInternals
 from lightning_memckpt.notes import list_callbacks
-from memckpt.capture.param_groups import scaler_state
+from memckpt.capture.beside.param_groups import scaler_state
 
 #: Largest hyperparameter that is stored, in pickled bytes.
 _LARGE_HYPERPARAMETER = 16 << 10

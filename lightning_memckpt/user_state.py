@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 import memckpt
 from lightning_memckpt.internals import callback_fields, set_callback_fields
 from lightning_memckpt.notes import list_callbacks
-from memckpt.capture import attributes
-from memckpt.capture.attributes import same
+from memckpt.capture.beside import attributes
+from memckpt.capture.beside.attributes import same
 
 try:
     from lightning.pytorch.callbacks import WeightAveraging

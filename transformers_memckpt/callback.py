@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from memckpt import ProtectionArguments
-from memckpt.capture.attributes import checked_names
+from memckpt.capture.beside.attributes import checked_names
 from memckpt.config import MemckptConfig, ResumeChoice
 from memckpt.config.arguments import with_environment
 from memckpt.errors import UsageError

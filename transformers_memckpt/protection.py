@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 
 import memckpt
 from memckpt.capture import data as dataloader
-from memckpt.capture.attributes import Attributes, FoundObjects, tensors_in
+from memckpt.capture.beside.attributes import Attributes, FoundObjects, tensors_in
 from memckpt.config import ResumeChoice
 from memckpt.errors import ForeignStateError, UnsupportedError, UnsupportedStateError
 from memckpt.user_file import UserFile, connect

@@ -13,8 +13,8 @@ from transformers.trainer_callback import ExportableState
 import memckpt
 from memckpt import ComparedKind
 from memckpt.capture import data as dataloader
-from memckpt.capture.attributes import modules_beside
-from memckpt.capture.param_groups import scaler_state
+from memckpt.capture.beside.attributes import modules_beside
+from memckpt.capture.beside.param_groups import scaler_state
 from memckpt.errors import UnsupportedStateError
 
 # Fields of TrainerState that training changes.

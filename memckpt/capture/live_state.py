@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from memckpt.capture.beside.modules import ModuleTree, fsdp1_wrappers, put_shards_in_place, without_wrappers
+from memckpt.capture.beside.presence import GRADIENTS, LeftGradients
+from memckpt.capture.beside.strangers import Strangers
 from memckpt.capture.by_value import Holder
-from memckpt.capture.modules import ModuleTree, fsdp1_wrappers, put_shards_in_place, without_wrappers
-from memckpt.capture.presence import GRADIENTS, LeftGradients
 from memckpt.capture.spec_request import Growth, SpecRequest
-from memckpt.capture.strangers import Strangers
 from memckpt.errors import UnsupportedError, UsageError
 from memckpt.state import codec
 from memckpt.state.captured import OptimizerCapture

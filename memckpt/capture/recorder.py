@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from memckpt.capture.beside.presence import PendingGradients
+from memckpt.capture.beside.watch import ParameterWatch
 from memckpt.capture.copier import Copier
 from memckpt.capture.gradient_staging import GradientStaging, NotedOp, NotedSubStep, is_skipped, on_the_host
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.phases import PhaseMarks, StallClock
-from memckpt.capture.presence import PendingGradients
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.staging_check import StagingCheck, unknown_change
-from memckpt.capture.watch import ParameterWatch
 from memckpt.errors import UnsupportedError, UsageError
 from memckpt.state import codec
 from memckpt.state.ambient import ambient_of

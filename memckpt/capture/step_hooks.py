@@ -12,8 +12,8 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
+from memckpt.capture.beside.strangers import runs_within
 from memckpt.capture.recorder import Recorder
-from memckpt.capture.strangers import runs_within
 
 
 @_disable_dynamo

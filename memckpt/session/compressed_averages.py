@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from memckpt.capture.beside.modules import fsdp1_wrappers, is_fsdp2
 from memckpt.capture.copier import device_of
 from memckpt.capture.live_state import LiveState
-from memckpt.capture.modules import fsdp1_wrappers, is_fsdp2
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.taps.ddp import BucketTap
 from memckpt.capture.taps.torch_hooks import carried_by, half_encoding, half_type

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch.nn.parallel import DistributedDataParallel
 
 from memckpt.capture import gradient_ops
-from memckpt.capture.modules import fsdp1_wrappers
+from memckpt.capture.beside.modules import fsdp1_wrappers
 from memckpt.capture.taps.ddp import BucketTap
 from memckpt.capture.taps.shards import FlatParameterTap, ShardTap
 from memckpt.capture.taps.tap import StepTap, StreamingTap, Tap

@@ -11,12 +11,9 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from memckpt.capture.attributes import FoundObjects
-from memckpt.capture.copier import Copier
-from memckpt.capture.data.unfollowed import UnfollowedLoaders
-from memckpt.capture.live_state import LiveState
-from memckpt.capture.objects import AttributesOf, MetricStates, as_stateful
-from memckpt.capture.param_groups import (
+from memckpt.capture.beside.attributes import FoundObjects
+from memckpt.capture.beside.objects import AttributesOf, MetricStates, as_stateful
+from memckpt.capture.beside.param_groups import (
     MadeSettings,
     describe_groups,
     describe_hooked,
@@ -26,9 +23,12 @@ from memckpt.capture.param_groups import (
     restore_trainable,
     scaler_state,
 )
-from memckpt.capture.presence import describe_gradients
-from memckpt.capture.strangers import Helpers
-from memckpt.capture.variables import LoopVariables
+from memckpt.capture.beside.presence import describe_gradients
+from memckpt.capture.beside.strangers import Helpers
+from memckpt.capture.beside.unfollowed import UnfollowedLoaders
+from memckpt.capture.beside.variables import LoopVariables
+from memckpt.capture.copier import Copier
+from memckpt.capture.live_state import LiveState
 from memckpt.errors import ConfigurationError, UsageError
 from memckpt.recovery.comparison import ComparedKind, Comparison
 from memckpt.state import ambient, codec, rng

@@ -17,10 +17,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from memckpt.capture.attributes import modules_beside
+from memckpt.capture.beside.attributes import modules_beside
+from memckpt.capture.beside.param_groups import say_groups_that_are_back
 from memckpt.capture.copier import copier_for, device_of
 from memckpt.capture.live_state import LiveState
-from memckpt.capture.param_groups import say_groups_that_are_back
 from memckpt.capture.phases import StallClock
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.step_hooks import StepHooks

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from memckpt.capture.beside.watch import ParameterWatch, StaticWatch
 from memckpt.capture.by_value import LayoutChangedError
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.spec_request import SpecRequest
-from memckpt.capture.watch import ParameterWatch, StaticWatch
 from memckpt.memory.slots import AGREEMENT_RECORDS
 from memckpt.protocol.storing import RankPartCopied
 from memckpt.protocol.trainer import Commit, GenerationCommit

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from memckpt.capture.beside.watch import _memory_of
 from memckpt.capture.evidence import Evidence, Pair, _Sampler
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.spec_request import SpecRequest
-from memckpt.capture.watch import _memory_of
 from memckpt.state import codec
 from memckpt.state.tensors import same_bits
 

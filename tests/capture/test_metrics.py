@@ -11,8 +11,8 @@ import torchmetrics
 from torch import nn
 from torchmetrics.wrappers import MetricTracker
 
-from memckpt.capture.modules import ModuleTree
-from memckpt.capture.objects import MetricStates, ModuleState, as_stateful
+from memckpt.capture.beside.modules import ModuleTree
+from memckpt.capture.beside.objects import MetricStates, ModuleState, as_stateful
 from memckpt.errors import ForeignStateError
 from memckpt.state import codec
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from memckpt.capture.beside.presence import DroppedGradients, PendingGradients, describe_gradients, restore_gradients
 from memckpt.capture.live_state import LiveState
-from memckpt.capture.presence import DroppedGradients, PendingGradients, describe_gradients, restore_gradients
 from memckpt.state import codec
 from memckpt.state.tensors import version
 from tests.support.trainings import engine_steps

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from memckpt.capture.attributes import FoundObjects
+from memckpt.capture.beside.attributes import FoundObjects
 from memckpt.capture.evidence import Evidence
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.spec_request import SpecRequest

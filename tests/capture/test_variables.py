@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from memckpt.capture.variables import LoopVariables
+from memckpt.capture.beside.variables import LoopVariables
 
 STEPS = 6
 NAMED = "not carried"

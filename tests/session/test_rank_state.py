@@ -17,10 +17,10 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from memckpt.capture import gradient_ops
-from memckpt.capture.attributes import FoundObjects, modules_beside
+from memckpt.capture.beside.attributes import FoundObjects, modules_beside
+from memckpt.capture.beside.modules import ModuleTree
+from memckpt.capture.beside.strangers import Helpers
 from memckpt.capture.copier import HostCopier
-from memckpt.capture.modules import ModuleTree
-from memckpt.capture.strangers import Helpers
 from memckpt.errors import ConfigurationError
 from memckpt.session.rank_state import ACCEPTED, EARLIER, MADE, RankState
 from memckpt.session.resume.report import RestoreReport, ResumeCheck

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 import memckpt
+from memckpt.capture.beside.presence import PendingGradients
+from memckpt.capture.beside.watch import ParameterWatch, StaticWatch
 from memckpt.capture.copier import HostCopier
-from memckpt.capture.presence import PendingGradients
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.staging_check import StagingCheck
-from memckpt.capture.watch import ParameterWatch, StaticWatch
 from memckpt.errors import UsageError
 from memckpt.session.staging import Staging
 from tests.support.trainings.engine_cases import PLAIN

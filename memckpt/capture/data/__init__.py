@@ -12,7 +12,6 @@ skipped sample is loaded.
     passes.py       bookkeeping of one pass
     follower.py     the loaders of one training, and of loops written by hand
     surroundings.py what a loop has put around an iteration
-    unfollowed.py   loaders that nobody follows, and that a resume seeds again
     places.py       places of a loop in its loaders, and whether a restart there would be exact
 """
 

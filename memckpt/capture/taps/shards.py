@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from memckpt.capture.beside.modules import fsdp1_wrappers, is_fsdp2
 from memckpt.capture.copier import Copier
-from memckpt.capture.modules import fsdp1_wrappers, is_fsdp2
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.taps.tap import OncePerBackward, StepTap, StreamingTap, survives
 from memckpt.errors import UnsupportedError

@@ -23,9 +23,15 @@ from typing import Any
 
 import torch
 
+from memckpt.capture.beside.param_groups import (
+    LINKS,
+    describe_groups,
+    restore_groups,
+    restore_modes,
+    restore_state_order,
+)
+from memckpt.capture.beside.presence import DroppedGradients, restore_gradients
 from memckpt.capture.evidence import Evidence
-from memckpt.capture.param_groups import LINKS, describe_groups, restore_groups, restore_modes, restore_state_order
-from memckpt.capture.presence import DroppedGradients, restore_gradients
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.taps.tap import Tap
 from memckpt.config import RedoMode, ResumeChoice

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.utils.data import DataLoader
 
+from memckpt.capture.beside.unfollowed import UnfollowedLoaders
 from memckpt.capture.data.iteration import drop_iterator
-from memckpt.capture.data.unfollowed import UnfollowedLoaders
 
 
 def test_one_that_draws_from_the_global_generator_is_named_once() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from memckpt.capture import watch
+from memckpt.capture.beside import watch
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status
 from memckpt.protocol.status import AuditStatus

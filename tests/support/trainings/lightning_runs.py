@@ -35,7 +35,7 @@ from torch.optim import lr_scheduler as kinds
 from lightning_memckpt import MemCheckpoint
 from lightning_memckpt.reentry import Reentry
 from lightning_memckpt.trainer_state import LoggingState
-from memckpt.capture.objects import MetricStates
+from memckpt.capture.beside.objects import MetricStates
 from memckpt.config import AgentConfig, CompressionConfig, MemckptConfig, StorageConfig
 from memckpt.session.resume import first_steps, resume
 from memckpt.state import rng

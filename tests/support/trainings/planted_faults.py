@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
+from memckpt.capture.beside.modules import ModuleTree
+from memckpt.capture.beside.watch import StaticWatch
 from memckpt.capture.by_value import ByValueTensors
 from memckpt.capture.gradient_staging import NotedSubStep
-from memckpt.capture.modules import ModuleTree
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.slot_writer import SlotWriter
-from memckpt.capture.watch import StaticWatch
 from memckpt.memory.region import Region
 from memckpt.recovery.restore import Restorer, RestoreTarget
 from memckpt.session.rank_state import RankState

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from memckpt.capture.attributes import same
+from memckpt.capture.beside.attributes import same
 from memckpt.capture.live_state import LiveState
 from memckpt.errors import ForeignStateError
 from memckpt.state import codec

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from memckpt.capture.beside.modules import is_metric
 from memckpt.capture.data.iteration import followed
-from memckpt.capture.modules import is_metric
 from memckpt.errors import ConfigurationError, ForeignStateError, UnsupportedStateError
 from memckpt.state import codec, rng
 from memckpt.state.tensors import local, version, why_not_held

@@ -30,7 +30,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Sampler
 
-from memckpt.capture.attributes import (
+from memckpt.capture.beside.attributes import (
     LIBRARIES,
     attributes_of,
     is_container,

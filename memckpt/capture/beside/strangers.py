@@ -21,7 +21,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from memckpt.capture.attributes import same
+from memckpt.capture.beside.attributes import same
 from memckpt.capture.gradient_ops import scalers
 from memckpt.state.optimizers import hyperparameters
 from memckpt.state.tensors import is_dtensor

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch.optim import Optimizer
 
+from memckpt.capture.beside.modules import fsdp1_wrappers
 from memckpt.capture.data.prefetch import gradients as _gradients
-from memckpt.capture.modules import fsdp1_wrappers
 from memckpt.state.optimizers import dtype_name, dtype_of
 from memckpt.state.tensors import give_gradient, is_dtensor, local, same_bits, version
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from memckpt.capture.attributes import MODULE_NAMES, Attributes, tensors_in, unstorable
-from memckpt.capture.modules import is_metric
+from memckpt.capture.beside.attributes import MODULE_NAMES, Attributes, tensors_in, unstorable
+from memckpt.capture.beside.modules import is_metric
 from memckpt.errors import ConfigurationError, ForeignStateError, UsageError
 from memckpt.state import rng
 
