@@ -508,6 +508,8 @@ class Session:
                 return False  # the record goes on
             if not self._loop.can_end_record(epoch_over):
                 return False
+            if not is_repetition:
+                self._first_steps.hear_witness(self._number)
             # If user code raises here, the record goes on; the call has been counted.
             rank_state = self._rank_state.capture(self._tap.current.layout, self._recorder.pending.capture())
             self._rank_state.add_to_report = None  # from here on a reason goes into later records' reports
@@ -517,7 +519,7 @@ class Session:
                 # The step has been taken before: it is compared, and the state that it led to then is put back.
                 self._end_repetition(point)
             else:
-                self._first_steps.compare_first_records(point)
+                self._first_steps.compare_following(point)
                 # Calls _stage_and_commit. Errors make a gap in protection, and end no training.
                 self._protection.end_record(point)
                 self._launch.count_commit()

@@ -178,6 +178,19 @@ def test_it_says_different_where_a_fault_reaches_a_gradient(lab: Lab, fault: Act
     assert "attributes that are in no state_dict" in line
 
 
+def test_the_record_that_shows_a_difference_carries_it(lab: Lab) -> None:
+    """A kill behind the very commit that compares leaves no later record to say so."""
+    settings = config("lazy", **WITNESS)
+    assert lab.train(PLAIN, settings, actions={("after step", 5): kill_self}).of("killed")
+    actions: dict[tuple[str, int], Action] = {("before batch", 5): other_data, ("after commit", 5): kill_self}
+    shows = lab.train(PLAIN, settings, seed=77, actions=actions)
+    later = lab.train(PLAIN, settings, seed=78, last_step=6)
+    lab.stop()
+    assert shows.verdict[0] == "different", shows.verdict
+    assert later.of("restored")[0]["step"] == 5
+    assert not later.of("restored")[0]["exact"]
+
+
 class Attribute(Training):
     """A plain attribute that grows from batch to batch and scales the loss: it is in no state_dict."""
 

@@ -152,13 +152,11 @@ class FirstSteps:
         generation = repetition.held.generation
         return None if generation is None else generation.take_writer()
 
-    def compare_first_records(self, point: RestorePoint) -> None:
-        """Compare the first records after the resumed one; raises as :meth:`tell_verdict` does."""
-        self._compare_following(point)
-        self._hear_witness(point)
+    def compare_following(self, point: RestorePoint) -> None:
+        """Compare the rank state of the step after a captured state, of which no more is known.
 
-    def _compare_following(self, point: RestorePoint) -> None:
-        """Compare the rank state of the step after a captured state, of which no more is known."""
+        Raises as :meth:`tell_verdict` does.
+        """
         held = self._following.pop(point.record, None)
         if held is None:
             return
@@ -171,8 +169,11 @@ class FirstSteps:
         judge(self.check, everybody, self._training.any_accelerator(), what)
         self.tell_verdict()
 
-    def _hear_witness(self, point: RestorePoint) -> None:
-        """Compare gradients, at the end of the first record after the resumed one."""
+    def hear_witness(self, step: int) -> None:
+        """Compare gradients, at the end of the first record after the resumed one.
+
+        The record's rank state is not captured yet, and carries what is found. Raises as :meth:`tell_verdict` does.
+        """
         witness, self._witness = self._witness, None
         self._recorder.compare_gradients(None)
         if witness is None or self.check.refuted:
@@ -180,7 +181,7 @@ class FirstSteps:
         everybody = self._ranks.gather(witness.testify())
         # A verdict "none" has been logged already if the step could not be repeated.
         if self.check.verdict == "pending" or any(one.gradients for one in everybody):
-            judge_witness(self.check, everybody, self._training.any_accelerator(), point.step)
+            judge_witness(self.check, everybody, self._training.any_accelerator(), step)
             self.tell_verdict()
 
     def tell_verdict(self) -> None:
