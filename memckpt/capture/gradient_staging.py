@@ -351,7 +351,7 @@ class GradientStaging:
         indices, values = gradient._indices(), gradient._values()
         spec = writer.spec.params[param]
         needed = indices.nbytes + values.nbytes
-        if needed > spec.sparse_bytes:
+        if needed > spec.sparse_bytes and not spec.tensor.elsewhere:
             # Twice the bytes seen: the number of rows differs from batch to batch.
             self._live.growth.sparse_bytes[spec.tensor.name] = 2 * needed
             return None

@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -39,6 +40,7 @@ from memckpt.state.optimizers import (
     try_steps,
     why_not_on_host,
 )
+from memckpt.state.slices import cut_to_slice
 from memckpt.state.spec import (
     ITEM_BYTES,
     GradientEncoding,
@@ -71,6 +73,8 @@ class LiveState:
         self.growth = Growth()
         #: How a parameter's gradients are encoded, where they are averaged in compressed form; None: none is.
         self.encoding_of: Callable[[torch.Tensor], GradientEncoding | None] | None = None
+        #: The slices of parameters that were there from the beginning, by name.
+        self.slices: Mapping[str, int] = {}
         #: Findings that no record can hold, in words: why a resume of this run is not exact.
         self.not_carried: dict[str, None] = {}
         self.left = LeftGradients(self)
@@ -521,7 +525,7 @@ class LiveState:
         once = request.held_once(by_value, self.growth.apart)
         slots = request.slots_with(once)
         shared = once if len(request.local_ranks) > 1 else ()
-        return StateSpec(
+        spec = StateSpec(
             params=tuple(params),
             optimizers=tuple(self._optimizer_spec(index, request) for index in range(len(self.optimizers))),
             static=tuple(static),
@@ -543,6 +547,12 @@ class LiveState:
             encodings=tuple(encodings) if any(encodings) and request.mode != "snapshot" else (),
             late=tuple(sorted(self.growth.late)),
         )
+        here = {name for name, _ in self.named_parameters()} if request.slice_count > 1 else ()
+
+        def slice_of(name: str) -> int | None:
+            return self.slices.get(name, crc32(name.encode()) % request.slice_count) if name in here else None
+
+        return cut_to_slice(spec, request.slice_number, request.slice_count, slice_of)
 
     def _encoding(self, param: torch.Tensor) -> GradientEncoding | None:
         if self.encoding_of is None or self.growth.uncompressed:

@@ -195,7 +195,8 @@ class SlotWriter:
         self._digests: Digests | None = None
         #: Type of the parameters' device.
         self.device = self.params[0].device.type if self.params else "cpu"
-        self.mine = [stager == rank for stager in self.layout.stagers]
+        elsewhere = [param.tensor.elsewhere for param in spec.params]
+        self.mine = [at == rank and not far for at, far in zip(self.layout.stagers, elsewhere, strict=True)]
         self.leads = spec.local_ranks[0] == rank
         #: Whether state is captured: nothing is redone, and state without room in the layout is encoded.
         self.snapshots = spec.mode == "snapshot"
@@ -244,8 +245,9 @@ class SlotWriter:
         for name in [*held, *(one for one in tensors if one not in held)]:
             if name not in held or name not in tensors:
                 raise LayoutChangedError(f"{name} has {'gone' if name in held else 'appeared'}")
-            now = local(tensors[name])
-            if (tuple(now.shape), dtype_name(now.dtype)) != (held[name].shape, held[name].dtype):
+            now, spec = local(tensors[name]), held[name]
+            shape = spec.whole_shape if spec.elsewhere else spec.shape
+            if (tuple(now.shape), dtype_name(now.dtype)) != (shape, spec.dtype):
                 raise LayoutChangedError(f"{name} has another shape or dtype: {list(now.shape)} {now.dtype}")
         for name, param in zip((one.tensor.name for one in self.spec.params), self.params, strict=True):
             if tensors[name] is not param:
@@ -453,7 +455,7 @@ class SlotWriter:
         if self.leads:
             for position in range(len(self.spec.static)):
                 tensor = self.static_tensor(position)
-                if tensor is not None:
+                if tensor is not None and not self.spec.static[position].elsewhere:
                     self._copier.copy(self.static_copy(position), local(tensor))
         if self.spec.mode == "eager":
             assert self._regions.replica is not None
@@ -514,6 +516,8 @@ class SlotWriter:
         for index, (spec, (value_offset, state_offsets)) in enumerate(
             zip(self.spec.params, self.layout.replica_offsets, strict=True)
         ):
+            if spec.tensor.elsewhere:
+                continue
             whole = Piece(index, 0, spec.tensor.numel, 0, 0)
             views = [tensor_at(region.map, value_offset, spec.tensor.shape, spec.tensor.dtype).view(-1)]
             for owner in spec.owners:

@@ -27,6 +27,7 @@ class SpecRequest:
 
     `reads_late`: peers or the log in storage read records as long as they lie in their slots, not only restores.
     `shares`: some ranks of the job share slots. `asynchronous`: commits are sent later than they are made.
+    `slice_number`, `slice_count`: the slice of the state that this node holds.
     """
 
     mode: RedoMode
@@ -40,6 +41,8 @@ class SpecRequest:
     reads_late: bool = False
     shares: bool = False
     asynchronous: bool = False
+    slice_number: int = 0
+    slice_count: int = 1
 
     def held_once(self, by_value: Sequence[TensorSpec], apart: Collection[str]) -> tuple[str, ...]:
         """Names of by-value tensors that the ranks sharing slots hold once; the same on all ranks.

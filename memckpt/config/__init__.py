@@ -24,6 +24,7 @@ AckPolicy = Literal["wait", "proceed"]
 Security = Literal["curve", "plain"]
 TuningChoice = Literal["auto", "off"]
 LogMetricsChoice = Literal["main", "all", "none"]
+SlicesChoice = Literal["auto", "always", "never"]
 ResumeCheckChoice = Literal["auto", "witness", "replay", "require", "off"]
 DomainLevel = Literal["auto", "node", "rack", "zone"]
 ResidualChoice = Literal["auto", "keep", "drop"]
@@ -36,6 +37,8 @@ Seed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 DEFAULT_ANCHOR_PERIOD = {"lazy": 8, "eager": 32, "snapshot": 1}
 #: D, the number of records in flight.
 DEFAULT_SLOTS = 3
+#: Number of nodes from which on slices save more memory than their fragments on peers take.
+SLICED_NODES = 3
 #: With peers a window of T + D records is held in other nodes' memory in every mode.
 _PEERS_ANCHOR_PERIOD = 8
 
@@ -302,6 +305,10 @@ class MemckptConfig(Checked):
         mtbf_seconds: mean time between failures that you expect of the job, in seconds (1 to 3.2e9); None: one day,
             until failures of the run show another.
         accept_changes: lets one attempt go on although ``"require"`` finds a difference, after a deliberate change.
+        slices: whether nodes that hold the same state (DistributedDataParallel) protect one slice of it each, in place
+            of all of it: memory and copies are divided by the number of nodes, and a lost node's slice comes from peers
+            or storage. ``"auto"``: with peers, and three nodes or more. It takes optimizers of torch that are
+            element-wise.
         log_metrics: figures of the protection that go to the framework's loggers (TensorBoard, CSV, W&B, trackers):
             ``"main"``: four of them, ``"all"``, or ``"none"``.
     """
@@ -322,6 +329,7 @@ class MemckptConfig(Checked):
     mtbf_seconds: Annotated[float, Meta(ge=1, le=3.2e9)] | None = None
     accept_changes: bool = False
     log_metrics: LogMetricsChoice = "main"
+    slices: SlicesChoice = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -105,7 +105,8 @@ class Replica:
             redo_targets.append(RedoTarget(index, 0, value.numel(), parameter, states))
         with self._condition:
             self._redo_targets = redo_targets
-            self._groups = [RedoGroup(self._layout, chunk, self._build) for chunk in chunks(redo_targets)]
+            here = [one for one in redo_targets if not self._layout.spec.params[one.param].tensor.elsewhere]
+            self._groups = [RedoGroup(self._layout, chunk, self._build) for chunk in chunks(here)]
             self.applied = self._limit = record
             self._metas.clear()
             self._frozen = False

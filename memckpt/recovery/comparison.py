@@ -150,8 +150,9 @@ class LiveCopies:
     ) -> None:
         self._tensors = tensors
         self._optimizers = optimizers
-        kinds: dict[str, ComparedKind] = {param.tensor.name: "parameter" for param in state.params}
-        kinds |= dict.fromkeys((spec.name for spec in state.static), "frozen")
+        params = [param for param in state.params if not param.tensor.elsewhere]
+        kinds: dict[str, ComparedKind] = {param.tensor.name: "parameter" for param in params}
+        kinds |= dict.fromkeys((spec.name for spec in state.static if not spec.elsewhere), "frozen")
         kinds |= dict.fromkeys((spec.name for spec in own.by_value if is_restored(spec, tensors)), "buffer")
         self._kinds = kinds
         self._copies = {name: _copy(tensors[name]) for name in kinds}
@@ -161,7 +162,7 @@ class LiveCopies:
                 key: _copy(value) if isinstance(value, torch.Tensor) else value
                 for key, value in optimizers[owner.optimizer].state.get(tensors[param.tensor.name], {}).items()
             }
-            for param in state.params
+            for param in params
             for owner in param.owners
         }
 

@@ -33,7 +33,7 @@ from memckpt.storage import dcp
 from memckpt.storage.catalog import Checkpoint
 from memckpt.storage.chain import StoredPoint
 from memckpt.storage.format import NodeState, Part, decode_node_state
-from memckpt.storage.node_files import StoredNames, write_commit, write_files
+from memckpt.storage.node_files import StoredNames, read_whole_state, write_commit, write_files
 from memckpt.storage.store import Store
 
 
@@ -56,7 +56,7 @@ class StoredUnit:
         """
         tensors = dict(also)
         if wanted is None:
-            static = self.layout.spec.static
+            static = [spec for spec in self.layout.spec.static if not spec.elsewhere]
             tensors |= {self.names.tensor(spec): local(target.tensors[spec.name]) for spec in static}
         tensors |= {name: local(tensor) for name, tensor in self.make_room(target, wanted).items()}
         if tensors:
@@ -64,13 +64,7 @@ class StoredUnit:
 
     def make_room(self, target: RestoreTarget, wanted: Collection[int] | None = None) -> dict[str, torch.Tensor]:
         """Parameters, and room for the optimizer state that there is, by their names in the store."""
-        found: dict[str, torch.Tensor] = {}
-        for spec, owner, state, tensor in target.make_room(self.state.missing, self.state.plain, wanted):
-            if owner is None or state is None:
-                found[self.names.tensor(spec.tensor)] = tensor
-            else:
-                found[self.names.state(spec, owner.optimizer, state)] = tensor
-        return found
+        return _make_room(target, self.state, self.names, wanted)
 
     def redo(self, target: RestoreTarget, build: OptimizerFactory, wanted: Collection[int] | None = None) -> None:
         """Redo the records on the loaded state."""
@@ -107,6 +101,18 @@ class StoredUnit:
         return meta, partial(self._records.gradient, batch, self.layout)
 
 
+def _make_room(
+    target: RestoreTarget, state: NodeState, names: StoredNames, wanted: Collection[int] | None = None
+) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for spec, owner, part, tensor in target.make_room(state.missing, state.plain, wanted):
+        if owner is None or part is None:
+            found[names.tensor(spec.tensor)] = tensor
+        else:
+            found[names.state(spec, owner.optimizer, part)] = tensor
+    return found
+
+
 class StoredState:
     """A verified state in a store, as seen by one rank; a rank unknown to it gets the state of another one.
 
@@ -134,7 +140,9 @@ class StoredState:
             self.state = self._resharding.state
             refuse_what_cannot_be_cut(self.state.spec, spec)
         self.resharded = self._resharding is not None
-        self.exact = not self.resharded and point.world_size == spec.world_size
+        #: Nodes that hold slices hold the same state as those that hold all of it.
+        cut = any(map(_is_cut, [*self.state.spec.tensors(), *spec.tensors()]))
+        self.exact = not (self.resharded and cut) and point.world_size == spec.world_size
 
     @property
     def rank_state(self) -> bytes:
@@ -226,7 +234,7 @@ def refuse_what_cannot_be_cut(stored: StateSpec, live: StateSpec) -> None:
 
 
 def _is_cut(tensor: TensorSpec) -> bool:
-    return tensor.shape != tensor.whole_shape
+    return tensor.shape != tensor.whole_shape and not tensor.elsewhere
 
 
 class Resharding:
@@ -240,7 +248,7 @@ class Resharding:
         self._point = point
         self._records = records
         self._first = StoredUnit(store, point, point.checkpoint.part_serving(0), records)
-        self.state = self._first.state
+        self.state = read_whole_state(store, point.checkpoint)
         self._taken: set[tuple[str, RankGroup]] = set()
         self._filled: Counter[tuple[str, int, str]] = Counter()
 
@@ -268,7 +276,7 @@ class Resharding:
             if spec.shard is not None:
                 live[names.by_value(spec, 0)] = target.tensors[spec.name]
         if with_params:
-            live |= self._first.make_room(target)
+            live |= _make_room(target, self.state, names)
         shards = {name: shard for name, tensor in live.items() if (shard := shard_of(tensor)) is not None}
         checkpoint = self._point.checkpoint
         tensors = {name: local(tensor) for name, tensor in live.items()}
@@ -384,7 +392,7 @@ def _offsets(shard: Shard | None, dimensions: int) -> tuple[int, ...]:
 def as_checkpoint(store: Store, point: StoredPoint, into: Store) -> Checkpoint:
     """Write a state that needs redo as a checkpoint of its own: rank 0's, with whole tensors."""
     part = point.checkpoint.part_serving(0)
-    spec = unsharded(decode_node_state(store.read(part.state_path)).spec)
+    spec = unsharded(read_whole_state(store, point.checkpoint).spec)
     stored = StoredState(store, point, 0, spec)
     host = HostState(spec, by_value=True)
     stored.restore(host.tensors, host.optimizers, host.build)
@@ -432,4 +440,6 @@ def unsharded(spec: StateSpec) -> StateSpec:
         local_ranks=(0,),
         world_size=1,
         replicas=(),
+        slice_number=0,
+        slice_count=1,
     )

@@ -103,7 +103,8 @@ class Restorer:
 
     def _restore_from_replica(self, missing: Missing, plain: bytes) -> None:
         assert self._replica is not None
-        places = iter(self._layout.replica_offsets)
+        described = zip(self._layout.replica_offsets, self._layout.spec.params, strict=True)
+        places = (place for place, param in described if not param.tensor.elsewhere)
         with progress("restoring", self._layout.replica_bytes) as advance:
             for spec, owner, state, tensor in self._target.make_room(missing, plain):
                 if owner is None or state is None:
@@ -205,6 +206,8 @@ class Restorer:
 
     def _restore_static(self) -> None:
         for spec, offset in zip(self._layout.spec.static, self._layout.static_offsets, strict=True):
+            if spec.elsewhere:
+                continue
             assert self._static is not None
             held = tensor_at(self._static.map, offset, spec.shape, spec.dtype)
             fill(self._tensors[spec.name], held)
@@ -282,9 +285,9 @@ class RestoreTarget:
         self.params = [tensors[param.tensor.name] for param in layout.spec.params]
 
     def numbered(self, wanted: Collection[int] | None = None) -> Iterator[tuple[int, ParamSpec, torch.Tensor]]:
-        """Indices, specs and live tensors of these parameters; None: of all."""
+        """Indices, specs and live tensors of these parameters; None: of all that are not elsewhere."""
         for index, (spec, param) in enumerate(zip(self.layout.spec.params, self.params, strict=True)):
-            if wanted is None or index in wanted:
+            if (wanted is None or index in wanted) and not spec.tensor.elsewhere:
                 yield index, spec, param
 
     def redo_targets(self, wanted: Collection[int] | None = None) -> list[RedoTarget]:
@@ -482,8 +485,10 @@ class HostState:
     def described(self, rank_states: dict[int, bytes]) -> tuple[dict[str, torch.Tensor], NodeState]:
         """All tensors except by-value ones, by their names in a store, and their metadata."""
         spec, names = self._spec, StoredNames(self._spec)
-        tensors = {names.tensor(one): self.tensors[one.name].data for one in spec.static}
+        tensors = {names.tensor(one): self.tensors[one.name].data for one in spec.static if not one.elsewhere}
         for index, param in enumerate(spec.params):
+            if param.tensor.elsewhere:
+                continue
             tensors[names.tensor(param.tensor)] = self.tensors[param.tensor.name].data
             for owner in param.owners:
                 kept = self._state_of(index, owner.optimizer)

@@ -127,6 +127,8 @@ class ModeChoice:
             reads_late=config.reads_late,
             shares=ranks.shares,
             asynchronous=asynchronous,
+            slice_number=ranks.slice_number,
+            slice_count=ranks.slice_count,
         )
 
     def caveats(self) -> list[str]:

@@ -28,7 +28,7 @@ from memckpt.capture.live_state import LiveState
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.taps.ddp import LOCAL_STEPS, refuse_local_sgd
 from memckpt.capture.taps.shards import check_flattened, is_flattened
-from memckpt.config import MemckptConfig, ResumeChoice
+from memckpt.config import SLICED_NODES, MemckptConfig, ResumeChoice
 from memckpt.config.arguments import LAUNCHER, RESTART_COUNT
 from memckpt.errors import MemckptError, UnsupportedError
 from memckpt.processes.address import node_name
@@ -36,6 +36,8 @@ from memckpt.processes.handles import start_ticks
 from memckpt.protocol.trainer import Launcher
 from memckpt.recovery.restore import replica_digest
 from memckpt.state import rng
+from memckpt.state.optimizers import is_elementwise
+from memckpt.state.slices import assign_slices
 from memckpt.state.tensors import is_dtensor, local
 
 T = TypeVar("T")
@@ -52,6 +54,7 @@ class Ranks:
         replicas: ranks of the job that hold the same shards as this one.
         groups: ranks of the job grouped by the shards that they hold, each group ascending.
         shares: whether ranks of some node hold the same shards, and thus share slots.
+        slice_number, slice_count: the slice of the state that this node protects, of so many; 0 and 1: all of it.
     """
 
     def __init__(self) -> None:
@@ -68,6 +71,7 @@ class Ranks:
         self.nonce = nodes[0][1]
         self.unit, self.replicas = self.local_ranks, tuple(range(self.world_size))
         self.groups = [self.replicas]
+        self.slice_number, self.slice_count = 0, 1
 
     def share(self, shards: str) -> None:
         """Set units, replicas and groups; `shards` is equal on ranks that hold the same. Collective."""
@@ -78,6 +82,17 @@ class Ranks:
         self.groups = [tuple(ranks) for ranks in groups.values()]
         self.replicas = tuple(groups[shards])
         self.unit = tuple(rank for rank in self.local_ranks if rank in groups[shards])
+
+    def slice_by_node(self) -> None:
+        """Have each node protect a slice of what all have: no other node holds what it holds then. Collective."""
+        nodes = list(dict.fromkeys(self._nodes))
+        self.slice_number, self.slice_count = nodes.index(self.node), len(nodes)
+        self.share(f"slice {self.slice_number}")
+
+    @property
+    def node_count(self) -> int:
+        """Number of nodes of the job."""
+        return len(set(self._nodes))
 
     @property
     def leads(self) -> bool:
@@ -135,17 +150,21 @@ class Ranks:
                 raise known(f"rank {rank}: {value}") if known else MemckptError(f"rank {rank}: {kind}: {value}")
         return [value for _, value in results]
 
-    def open_replica_group(self) -> Any:
-        """A process group of the ranks that hold the same shards as this one; collective over all ranks."""
+    def open_groups(self, groups: Sequence[Sequence[int]]) -> Any:
+        """Process groups of these ranks, all of which are in one; returns this rank's. Collective over all ranks."""
         # A job's backend may be for its device alone (NCCL), and some state is in host memory, such as Adam's step.
         backends = dist.get_backend_config()
         with_host = backends if "cpu:" in backends else f"cpu:gloo,{backends}"
-        opened = [dist.new_group(list(ranks), backend=with_host) for ranks in self.groups]
-        return opened[self.groups.index(self.replicas)]
+        opened = [dist.new_group(list(ranks), backend=with_host) for ranks in groups]
+        return next(one for ranks, one in zip(groups, opened, strict=True) if self.rank in ranks)
 
-    def broadcast_tensor(self, tensor: Any, group: Any) -> None:
-        """Overwrite `tensor`, in place, with that of the first rank that holds the same shards."""
-        dist.broadcast(tensor, self.replicas[0], group=group)
+    @torch.no_grad()
+    def broadcast_tensor(self, tensor: torch.Tensor, source: int, group: Any) -> None:
+        """Overwrite `tensor`, in place, with that of the rank `source`."""
+        dense = tensor.contiguous()  # what else there is, backends refuse
+        dist.broadcast(dense, source, group=group)
+        if dense is not tensor:
+            tensor.copy_(dense)
 
 
 def find_launcher(world_size: int) -> Launcher:
@@ -299,6 +318,41 @@ def find_replicas(
     # A rank with parameters of its own shares nothing.
     held = (pieces, ranks.rank if private else -1)
     ranks.share(hashlib.blake2b(msgspec.msgpack.encode(held), digest_size=16).hexdigest())
+
+
+def find_slices(config: MemckptConfig, live: LiveState, ranks: Ranks) -> None:
+    """Slice the state by node where that is wanted, and possible; collective.
+
+    Raises:
+        UnsupportedError: slices are wanted always, and are not possible.
+    """
+    nodes = ranks.node_count
+    if config.slices == "never" or nodes == 1:
+        return
+    reason = ranks.first_reason(_why_no_slices(config, live, ranks))
+    if reason and config.slices == "always":
+        raise UnsupportedError(f"slices='always': {reason}; use slices='auto'")
+    if reason or (config.slices == "auto" and (config.peers is None or nodes < SLICED_NODES)):
+        return
+    ranks.slice_by_node()
+    found: dict[str, int] = {}
+    for stepped in (True, False):  # each kind is balanced by itself: frozen ones cost nothing in a step
+        sizes = {name: one.nbytes for name, one in live.named_parameters() if one.requires_grad == stepped}
+        found |= assign_slices(sizes, nodes)
+    live.slices = ranks.gather(found)[0]  # of one mind, whatever a rank's own look finds
+
+
+def _why_no_slices(config: MemckptConfig, live: LiveState, ranks: Ranks) -> str:
+    """Why nodes cannot hold slices, in words; empty if they can."""
+    if len(ranks.groups) > 1 or live.sharded or is_flattened(live.model):
+        return "expected DistributedDataParallel alone, found parameters that are sharded already"
+    if config.compression is not None:
+        return "expected gradients as they are, found compression"
+    odd = next((each for each in live.optimizers if not is_elementwise(each)), None)
+    if odd is not None or live.not_redoable:
+        name = type(odd or live.optimizers[next(iter(live.not_redoable))]).__qualname__
+        return f"expected optimizers of torch that are element-wise, found {name}"
+    return ""
 
 
 def find_own_buffers(live: LiveState, ranks: Ranks) -> set[str]:

@@ -53,6 +53,7 @@ from memckpt.session.ranks import (
     Ranks,
     find_own_buffers,
     find_replicas,
+    find_slices,
     refuse_few_slots,
     refuse_join_context,
     refuse_unordered,
@@ -209,6 +210,7 @@ class Session:
         hidden = modules_beside([model, *extra_modules.values()], {"model": model, **extra_modules})
         self._live = live = LiveState(model, optimizers, {**hidden, **extra_modules, **compression.modules})
         find_replicas(live, ranks, data_parallel, replicated)
+        find_slices(config, live, ranks)
         refuse_few_slots(config.records_in_flight, ranks)
         device = device_of(live.tensors())
         codec.use_device(device)

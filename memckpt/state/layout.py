@@ -138,7 +138,7 @@ class Layout:
             limit = total  # a single record carries them all: nothing to balance
         pieces: list[tuple[int, int, int, int]] = []  # bytes, param, start, stop
         for index, param in enumerate(spec.params):
-            for start, stop in _cuts(param, limit):
+            for start, stop in _cuts(param, limit) if not param.tensor.elsewhere else ():
                 nbytes = sum(aligned(each) for _, _, each in self._piece_parts(param, stop - start))
                 pieces.append((nbytes, index, start, stop))
         loads = [0] * spec.period

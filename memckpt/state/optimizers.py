@@ -242,7 +242,7 @@ def beside_tensors(spec: StateSpec, state_of: Callable[[int, int], Mapping[str, 
     missing: list[tuple[int, int, str]] = []
     plain: dict[int, dict[int, dict[str, Any]]] = {}
     for index, param in enumerate(spec.params):
-        for owner in param.owners:
+        for owner in param.owners if not param.tensor.elsewhere else ():
             state = state_of(index, owner.optimizer)
             lacks = (one.key for one in owner.state if not isinstance(state.get(one.key), torch.Tensor))
             missing += [(index, owner.optimizer, key) for key in lacks]

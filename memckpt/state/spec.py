@@ -137,6 +137,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
     dtype: str
     shard: Shard | None = None
+    elsewhere: bool = False  #: it is in another node's slice, and has no elements here (`memckpt/state/slices.py`)
 
     @property
     def numel(self) -> int:
@@ -231,6 +232,8 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
     apart: tuple[str, ...] = ()  #: by-value tensors known to differ between ranks
     encodings: tuple[GradientEncoding | None, ...] = ()  #: how each parameter's gradients are encoded; empty: not
     late: tuple[str, ...] = ()  #: tensors that a new process has not, or not in this shape: a resume makes them
+    slice_number: int = 0  #: the slice of the state that this node holds
+    slice_count: int = 1  #: of so many
 
     def encoding(self, param: int) -> GradientEncoding | None:
         """How the gradients of a parameter are encoded; None: as they are."""
@@ -295,6 +298,8 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
 
     def sharding(self) -> str:
         """A digest of the shards; empty if no tensor is sharded. For a rank with another one, state is resharded."""
+        if self.slice_count > 1:
+            return f"slice {self.slice_number} of {self.slice_count}"
         pieces = sorted((spec.name, spec.shape, spec.shard) for spec in self.tensors() if spec.shard is not None)
         if not pieces:
             return ""
@@ -332,7 +337,7 @@ def read_spec(data: bytes) -> StateSpec:
 
 def problem_of(spec: StateSpec) -> str:
     """The reason why no layout can be made from a spec; empty if one can."""
-    for name in ("period", "slots", "every", "world_size"):
+    for name in ("period", "slots", "every", "world_size", "slice_count"):
         if not 1 <= getattr(spec, name) <= _MOST:
             return f"{name}={getattr(spec, name)}"
     if not 0 <= spec.by_value_slots <= _MOST:

@@ -22,6 +22,7 @@ from memckpt.storage import dcp
 from memckpt.storage.catalog import Checkpoint
 from memckpt.storage.format import MERGED, NodeState, decode_node_state
 from memckpt.storage.local_store import sync_directory
+from memckpt.storage.node_files import read_whole_state
 from memckpt.storage.store import Store
 
 Writer = Callable[[Store, Checkpoint, Path], None]
@@ -84,7 +85,7 @@ def model_state(spec: StateSpec, tensors: dict[str, torch.Tensor]) -> dict[str, 
 
 def read_state(store: Store, checkpoint: Checkpoint) -> ExportedState:
     """Read a checkpoint as values. Raises UnsupportedError: the model was sharded by FSDP1."""
-    state = decode_node_state(store.read(checkpoint.part_serving(0).state_path))
+    state = read_whole_state(store, checkpoint)
     _refuse_flattened(state.spec)
     ranks = {
         rank: codec.decode(encoded)
@@ -107,7 +108,7 @@ def optimizer_states(
 ) -> list[dict[str, Any]]:
     """The argument of each optimizer's ``load_state_dict``: state by position, and the groups.
 
-    `state` is that of the first rank's part; `groups` are those of its rank state, where ``params`` are names.
+    `state` is that of :func:`read_whole_state`; `groups` are those of its rank state, where ``params`` are names.
     """
     plain: dict[int, Any] = codec.decode(state.plain) if state.plain else {}
     states = []

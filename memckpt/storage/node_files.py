@@ -12,15 +12,20 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import torch
 
+from memckpt.errors import DamagedStateError
+from memckpt.state import codec
 from memckpt.state.layout import Layout
 from memckpt.state.redo import tensor_at
+from memckpt.state.slices import join_slices
 from memckpt.state.spec import ParamSpec, Shard, StateSpec, StateTensorSpec, TensorSpec
 from memckpt.storage import dcp
-from memckpt.storage.format import NodeState, Part, encode_commit, encode_node_state
+from memckpt.storage.catalog import Checkpoint
+from memckpt.storage.format import NodeState, Part, decode_node_state, encode_commit, encode_node_state
 from memckpt.storage.store import Store
 
 
@@ -51,7 +56,9 @@ class StoredNames:
     def state(self, param: ParamSpec, optimizer: int, state: StateTensorSpec) -> str:
         """Name of a tensor of optimizer state."""
         name = state_name(optimizer, param.tensor.name, state.key)
-        return self._of_first(name, state_shard(param.tensor, state))
+        # A slice has its parameters whole, and so all of their state.
+        whole = self._spec.slice_count > 1
+        return self._of_first(name, param.tensor.shard if whole else state_shard(param.tensor, state))
 
     def _of_first(self, name: str, shard: Shard | None) -> str:
         return name if shard is not None or self._first == 0 else f"ranks.{self._first}.{name}"
@@ -94,6 +101,8 @@ def state_tensors(
     tensors: dict[str, torch.Tensor] = {}
     for index, (param, (value, states)) in enumerate(zip(layout.spec.params, layout.replica_offsets, strict=True)):
         tensor = param.tensor
+        if tensor.elsewhere:
+            continue
         tensors[names.tensor(tensor)] = tensor_at(state, value, tensor.shape, tensor.dtype)
         for owner in param.owners:
             for spec in owner.state:
@@ -101,6 +110,8 @@ def state_tensors(
                     name = names.state(param, owner.optimizer, spec)
                     tensors[name] = tensor_at(state, states[owner.optimizer, spec.key], spec.shape, spec.dtype)
     for tensor, offset in zip(layout.spec.static, layout.static_offsets, strict=True):
+        if tensor.elsewhere:
+            continue
         assert static is not None
         tensors[names.tensor(tensor)] = tensor_at(static, offset, tensor.shape, tensor.dtype)
     return tensors
@@ -115,6 +126,28 @@ def by_value_tensors(layout: Layout, by_value: mmap.mmap, base: int) -> dict[str
         for tensor, offset in zip(spec.by_value, layout.by_value_offsets(rank), strict=True):
             tensors[names.by_value(tensor, rank)] = tensor_at(by_value, base + offset, tensor.shape, tensor.dtype)
     return tensors
+
+
+def read_whole_state(store: Store, checkpoint: Checkpoint) -> NodeState:
+    """The first rank's state beside its tensors; where nodes hold slices, that of all of them.
+
+    Raises DamagedStateError: they do not fit together.
+    """
+    first = decode_node_state(store.read(checkpoint.part_serving(0).state_path))
+    if first.spec.slice_count == 1:
+        return first
+    parts = [decode_node_state(store.read(part.state_path)) for part in checkpoint.full_parts]
+    try:
+        spec = join_slices([part.spec for part in parts])
+    except ValueError as error:
+        raise DamagedStateError(f"{checkpoint.directory}: {error}") from error
+    missing: list[tuple[int, int, str]] = []
+    plain: dict[int, Any] = {}
+    for part in parts:
+        here = {index for index, param in enumerate(part.spec.params) if not param.tensor.elsewhere}
+        missing += [one for one in part.missing if one[0] in here]
+        plain |= {index: one for index, one in codec.decode(part.plain).items() if index in here} if part.plain else {}
+    return NodeState(spec, tuple(missing), codec.encode(plain) if plain else b"", first.rank_states)
 
 
 def write_files(store: Store, part: Part, state: NodeState, tensors: Mapping[str, torch.Tensor]) -> Part:

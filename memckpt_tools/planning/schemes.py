@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from memckpt.config import (
+    SLICED_NODES,
     AgentConfig,
     ErasureConfig,
     MemckptConfig,
@@ -285,14 +286,16 @@ def _setting(
     """One setting of this product, evaluated for the job; `residual`: bytes of left-out parts of gradients."""
     every = snapshot_every(job) if mode == "snapshot" else 0
     config = _config(job, mode, period, peers, log, every)
+    # slices="auto": nodes that all hold the same state protect a part of it each.
+    sliced = peers is not None and job.nodes == job.replicas >= SLICED_NODES and mode != "snapshot"
     held = Held(
-        parameters=job.node_parameters,
+        parameters=job.node_parameters / (job.nodes if sliced else 1),
         gradient_bytes=job.gradient_bytes,
         state_bytes=job.state_bytes,
         period=config.anchor_period(mode),
         slots=config.records_in_flight,
     )
-    private = peers is not None and job.replicas > peers.tolerate
+    private = peers is not None and job.replicas > peers.tolerate and not sliced
     sending = None if peers is None else _sending(job, peers, held, private, every)
     storing = _storing(job, held, log, mode)
     beyond = [one for one in (sending, storing) if one is not None]
@@ -302,6 +305,8 @@ def _setting(
     seconds = held.whole_bytes / job.copy_bytes_per_second
     if mode == "lazy":
         seconds = from_window_seconds(held, job.copy_bytes_per_second, job.redo_parameters_per_second)
+    if sliced:  # then each node gets the others' slices
+        seconds += job.node_parameters * job.state_bytes / peer_rate(job)
     own = Tier(name="memory", every_steps=max(1, every), lag_steps=0, restore_seconds=seconds)
     memory = node_memory(mode, held, peers=peers, private=private, residual_bytes=residual, nodes=job.nodes)
     scheme = Scheme(
@@ -338,14 +343,14 @@ def _local_waits(job: Job, mode: RedoMode, held: Held, every: int) -> float:
         copying = held.whole_bytes / every / job.copy_bytes_per_second
         waits = max(copying * (1 - job.copy_overlap), copying - job.step_seconds)
     else:
-        waits = _copies_waits(job, _link_time(job, held.period))
+        waits = _copies_waits(job, _link_time(job, held.parameters, held.period))
     if mode == "eager":
-        waits += max(0.0, job.node_parameters / job.agent_redo_parameters_per_second - job.step_seconds)
+        waits += max(0.0, held.parameters / job.agent_redo_parameters_per_second - job.step_seconds)
     return waits / job.step_seconds
 
 
-def _link_time(job: Job, period: int) -> LinkTime:
-    each = job.node_parameters / job.copy_bytes_per_second
+def _link_time(job: Job, parameters: float, period: int) -> LinkTime:
+    each = parameters / job.copy_bytes_per_second
     return LinkTime(each * job.gradient_bytes, each * job.state_bytes / period, job.step_seconds, period)
 
 
@@ -362,7 +367,8 @@ def copies_in_words(job: Job, recommended: Planned | None) -> str:
     if config is None or config.redo == "snapshot":
         config = MemckptConfig(redo="lazy")
     period = config.anchor_period("eager" if config.redo == "eager" else "lazy")
-    link = _link_time(job, period)
+    sliced = config.peers is not None and job.nodes == job.replicas >= SLICED_NODES
+    link = _link_time(job, job.node_parameters / (job.nodes if sliced else 1), period)
     nbytes = link.copy_seconds * job.copy_bytes_per_second
     found = link.describe(nbytes, _copies_waits(job, link), job.gradient_bytes > 2, job.gpus_per_node)
     return f"each step recorded with T={period}: {found}"

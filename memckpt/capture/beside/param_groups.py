@@ -336,6 +336,11 @@ def restore_state_order(live: LiveState, described: Mapping[str, Any]) -> None:
     """Restore modules' extra state, and the order of state, which state_dict() shows; call after all other state."""
     if "modules" in described:
         live.tree.restore_extra_state(described["modules"])
+    order_state(live, described)
+
+
+def order_state(live: LiveState, described: Mapping[str, Any]) -> None:
+    """Order the optimizers' state as it was."""
     tensors = live.tensors()
     for optimizer, order in zip(live.optimizers, described["state_order"], strict=True):
         for name in order or ():

@@ -311,10 +311,10 @@ class StaticWatch:
         replaced, changed = False, set()
         for position, (seen, noted) in enumerate(self._seen):
             tensor, now = self._identify(position)
-            same = tensor is seen and now == noted
+            same, elsewhere = tensor is seen and now == noted, self._writer.spec.static[position].elsewhere
             if same and not (self._full_checks_left and tensor is not None and tensor.device.type == "cpu"):
                 continue
-            if tensor is None or not self._is_staged(position, tensor):
+            if tensor is None or not (same if elsewhere else self._is_staged(position, tensor)):
                 changed.add(position)
             replaced = replaced or tensor is not seen
             self._seen[position] = (tensor, now)
@@ -332,6 +332,8 @@ class StaticWatch:
             self._turn = (self._turn + 1) % len(self._sampled)
         position = self._sampled[self._turn]
         tensor, staged = self._seen[position][0], self._writer.static_copy(position)
+        if self._writer.spec.static[position].elsewhere:
+            return True
         if tensor is None or tensor.device.type != "cpu" or why_not_held(tensor) or not tensor.numel():
             return True
         held = local(tensor).detach()

@@ -83,6 +83,8 @@ class ChosenInMemory:
     following: dict[int, bytes] = field(default_factory=dict)
     diverges: ClassVar[int | None] = None
     resharded: ClassVar[bool] = False
+    #: Whether the live tensors are cut into other shards: a node's memory has this rank's own.
+    recut: ClassVar[bool] = False
 
     @classmethod
     def of(cls, plan: RestoreRecord, regions: PreparedRegions, rank: int, world_size: int) -> ChosenInMemory:
@@ -110,10 +112,6 @@ class ChosenInMemory:
         restorer = Restorer(writer.layout, self.generation.regions, writer.ring, live.tensors(), live.optimizers)
         restorer.restore(self.plan.record, rank, self.metas, message.missing, message.plain)
         return restorer.record_redo_seconds
-
-    def is_recut(self, live: LiveState) -> bool:
-        """Whether the live tensors are cut into other shards: a node's memory has this rank's own."""
-        return False
 
     def earlier(self, rank: int) -> list[ChosenInMemory]:
         """The records before it, newest first, in the same generation."""
@@ -183,14 +181,14 @@ class ChosenInStorage:
         """Whether the ranks, or their shards, are not those of the run that wrote it."""
         return not self.stored.exact
 
+    @property
+    def recut(self) -> bool:
+        """Whether the live tensors are cut into other shards than the state was."""
+        return self.stored.resharded
+
     def restore(self, live: LiveState, rank: int, staging: Staging) -> None:
         """Write the state to the live tensors, as :meth:`ChosenInMemory.restore` does."""
         self.stored.restore(live.tensors(), live.optimizers)
-
-    def is_recut(self, live: LiveState) -> bool:
-        """Whether the live tensors are cut into other shards than the state was."""
-        held = sorted((one.name, one.shape, one.shard) for one in self.spec.tensors() if one.shard is not None)
-        return sorted(live.pieces()) != held
 
     def recorded_steps(self, live: LiveState) -> RecordedSteps | None:
         """The optimizer steps of the state's last record; None where it has none."""

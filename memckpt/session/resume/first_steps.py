@@ -34,6 +34,7 @@ from memckpt.session.ranks import LocalTraining
 from memckpt.session.resume.chosen import Chosen, ChosenInMemory
 from memckpt.session.resume.proven import ProvenEnvironments
 from memckpt.session.resume.report import RestoreReport, ResumeCheck, Testimony, judge, judge_witness
+from memckpt.session.resume.slices import exchange_slices
 from memckpt.session.staging import RestorePoint
 from memckpt.state import codec, rng
 from memckpt.state.layout import Layout
@@ -141,6 +142,8 @@ class FirstSteps:
             self._training.copier.wait_before_changes()
             rank_state = point.rank_state
             found = self._ranks.together(lambda: repetition.put_back(rank_state, self._rank_state))
+            if lacking := exchange_slices(repetition.held, self._training.live, self._ranks):
+                raise DamagedStateError(f"resume: expected the state after step {repetition.step}, but {lacking}")
         except BaseException as error:
             if isinstance(error, MemckptError):
                 self._proven.put_off()
@@ -437,7 +440,8 @@ class RepeatedSteps:
             return
         self.comparison.value("hyperparameters", label, hyperparameters(optimizer), codec.decode(held.groups))
         for param in self._layout.optimizer_params(number):
-            self._compare_gradient(param, held)
+            if not self._layout.spec.params[param].tensor.elsewhere:
+                self._compare_gradient(param, held)
 
     def _compare_gradient(self, index: int, held: SubStep) -> None:
         name = self._layout.spec.params[index].tensor.name

@@ -60,6 +60,7 @@ from memckpt.session.ranks import LocalTraining
 from memckpt.session.resume.chosen import Chosen, ChosenInMemory, ChosenInStorage
 from memckpt.session.resume.first_steps import FirstSteps, Repetition
 from memckpt.session.resume.report import HeldState, Proof, RestoreReport, prove
+from memckpt.session.resume.slices import exchange_slices
 from memckpt.session.resume.storage_tier import Resharding, StorageTier, plan_with_storage
 from memckpt.session.staging import RestorePoint, Staging
 from memckpt.state import rng
@@ -560,6 +561,10 @@ class Resumption:
         if found or evidence is None:
             what = f"the state after step {chosen.held.step}, from {chosen.held.tier},"
             return Proof(f"{what} cannot be made: {found}", differs=True, broken=True)
+        if lacking := exchange_slices(chosen, self._live, self._ranks):
+            return Proof(
+                f"the state after step {chosen.held.step} cannot be made: {lacking}", differs=True, broken=True
+            )
         if chosen.generation is not None:
             self._agree_on_replicas(chosen.generation.open_writer(self._staging))
         self._seconds += time.perf_counter() - started
@@ -588,7 +593,7 @@ class Resumption:
         with rng.preserved():
             self.record_redo_seconds = chosen.restore(self._live, self._ranks.rank, self._staging)
         if "optimizers" in state:  # what is in no slot
-            self._live.restore_optimizers(state["optimizers"], chosen.is_recut(self._live))
+            self._live.restore_optimizers(state["optimizers"], chosen.recut)
         restore_state_order(self._live, state)
         if copies is not None and comparison is not None:
             copies.compare(comparison)
@@ -603,14 +608,14 @@ class Resumption:
         if all(len({digests[rank] for rank in group}) == 1 for group in ranks.groups):
             return
         _log.warning("memckpt: replicas differ in bits; every rank takes that of the first rank that holds the same")
-        group = ranks.open_replica_group()
+        group, first = ranks.open_groups(ranks.groups), ranks.replicas[0]
         for param in writer.params:
-            ranks.broadcast_tensor(local(param), group)
+            ranks.broadcast_tensor(local(param), first, group)
             for optimizer in self._live.optimizers:
                 state = optimizer.state.get(param, {})
                 for key in sorted(state):
                     if isinstance(state[key], torch.Tensor):
-                        ranks.broadcast_tensor(local(state[key]), group)
+                        ranks.broadcast_tensor(local(state[key]), first, group)
 
     def _prove(self, evidence: Evidence, chosen: Chosen) -> Proof | None:
         """Compare the live state with the sample that its record carries; collective. None where some rank has none."""
