@@ -78,7 +78,7 @@ class MemCheckpointPlugin:
         run_dir: str | os.PathLike[str] | None = None,
         *,
         resume: ResumeChoice | int | None = None,
-        config: MemckptConfig | None = None,
+        config: MemckptConfig | dict[str, Any] | None = None,
         replicated: Sequence[str] = (),
         log_every: int | None = 50,
     ) -> None:

@@ -16,7 +16,6 @@ from memckpt import ProtectionArguments
 from memckpt.capture.beside.attributes import checked_names
 from memckpt.config import MemckptConfig, ResumeChoice
 from memckpt.config.arguments import with_environment
-from memckpt.config.settings import from_mapping
 from memckpt.user_messages import Messages
 
 _log = logging.getLogger("lightning_memckpt")
@@ -34,8 +33,7 @@ class MemCheckpoint(pl.Callback):
     ModelCheckpoint: files to keep are still its work.
 
     Args:
-        run_dir, resume, replicated: as for :func:`memckpt.attach`.
-        config: the same, or the mapping that a file holds.
+        run_dir, resume, config, replicated: as for :func:`memckpt.attach`.
         attributes: dotted names of plain attributes that training changes and no state_dict() has, to be stored, too:
             ``"module.level"``, ``"datamodule.stage"``, ``"callbacks.Curriculum.level"`` (its class, or its state_key).
 
@@ -55,8 +53,7 @@ class MemCheckpoint(pl.Callback):
         replicated: Sequence[str] = (),
         attributes: Sequence[str] = (),
     ) -> None:
-        settings = from_mapping(config) if isinstance(config, dict) else config
-        self.run_dir, self.resume, self.config = with_environment(run_dir, resume, settings)
+        self.run_dir, self.resume, self.config = with_environment(run_dir, resume, config)
         self.replicated = tuple(replicated)
         self.attributes = checked_names(attributes)
         self._protection: Protection | None = None

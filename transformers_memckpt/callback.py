@@ -48,7 +48,7 @@ class MemCheckpointTrainerCallback(TrainerCallback):
         run_dir: str | os.PathLike[str] | None = None,
         *,
         resume: ResumeChoice | int | None = None,
-        config: MemckptConfig | None = None,
+        config: MemckptConfig | dict[str, Any] | None = None,
         replicated: Sequence[str] = (),
         attributes: Sequence[str] = (),
     ) -> None:
@@ -165,7 +165,7 @@ def protect(
     run_dir: str | os.PathLike[str] | None = None,
     *,
     resume: ResumeChoice | int | None = None,
-    config: MemckptConfig | None = None,
+    config: MemckptConfig | dict[str, Any] | None = None,
     replicated: Sequence[str] = (),
     attributes: Sequence[str] = (),
 ) -> MemCheckpointTrainerCallback:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from memckpt.config import MemckptConfig, ResumeChoice, check_resume, parse_resume
-from memckpt.config.checks import parse_text
+from memckpt.config.checks import parse_text, require
 from memckpt.config.observers import OBSERVERS, observers_from_environment
 from memckpt.config.settings import KIND, PREFIX, Setting, describe_settings, from_mapping
 from memckpt.errors import ConfigurationError
@@ -250,17 +250,22 @@ def _from_variables(environment: Mapping[str, str], options: Collection[Setting]
 
 
 def with_environment(
-    run_dir: str | os.PathLike[str] | None, resume: ResumeChoice | int | None, config: MemckptConfig | None
+    run_dir: str | os.PathLike[str] | None,
+    resume: ResumeChoice | int | None,
+    config: MemckptConfig | Mapping[str, Any] | None,
 ) -> ProtectionArguments:
     """The arguments passed in Python, with each None replaced by the environment's value. Raises ConfigurationError.
 
     An observer may change the settings. Where one has a run directory, that replaces the script's and is continued.
     """
-    settings = config_from_environment() if config is None else config
+    settings: Any = config_from_environment() if config is None else config
+    settings = from_mapping(settings) if isinstance(settings, Mapping) else settings
+    require(isinstance(settings, MemckptConfig), "config", "a MemckptConfig, or a mapping of its fields", settings)
     for observer in observers_from_environment():
         settings = observer.change_config(settings)
         if observer.run_dir is not None:
             run_dir, resume = observer.run_dir, "auto"
+    require(run_dir is None or isinstance(run_dir, str | os.PathLike), "run_dir", "a directory", run_dir)
     directory = run_dir_from_environment() if run_dir is None else _directory(os.fspath(run_dir), "run_dir: ")
     if directory is None:
         raise ConfigurationError(f"run_dir: expected a directory as argument or in {RUN_DIR}, found neither")

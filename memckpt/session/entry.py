@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def attach(
     *,
     run_dir: str | os.PathLike[str] | None = None,
     resume: ResumeChoice | int | None = None,
-    config: MemckptConfig | None = None,
+    config: MemckptConfig | dict[str, Any] | None = None,
     data_parallel: DistributedDataParallel | None = None,
     extra_modules: Mapping[str, nn.Module] | None = None,
     replicated: Sequence[str] = (),
@@ -56,7 +56,7 @@ def attach(
         resume: ``"auto"`` resumes if something is held, ``"require"`` raises if nothing is, ``"exact"`` raises if what
             is held cannot be resumed exactly, ``"never"`` drops what is held, a number resumes at that step. None:
             MEMCKPT_RESUME, or ``"auto"``.
-        config: settings. None: what MEMCKPT_* variables say, else the defaults.
+        config: settings, also as the mapping that a file holds. None: what MEMCKPT_* variables say, else the defaults.
         data_parallel: the DDP wrapper, where `model` is not it.
         extra_modules: modules outside the model whose tensors belong to the state (averaged models).
         replicated: names, or patterns of names, of parameters that are plain tensors in a sharded model and the same on
@@ -69,7 +69,10 @@ def attach(
     arguments = with_environment(run_dir, resume, config)
     _check_metrics(arguments.config.agent)
     model, wrapper = bare_model(model)
-    bare = [bare_optimizer(each) for each in ([optimizers] if isinstance(optimizers, Optimizer) else optimizers)]
+    bare = [bare_optimizer(each) for each in (optimizers if isinstance(optimizers, Iterable) else [optimizers])]
+    if not isinstance(model, nn.Module) or not all(isinstance(each, Optimizer) for each in bare):
+        found = ", ".join(type(each).__name__ for each in [model, *bare])
+        raise UsageError(f"attach(): expected a model, and its optimizer or a list of optimizers, found {found}")
     observers = observers_from_environment()
     if disabled_by_environment():
         return DisabledSession(model, bare, extra_modules or {}, observers)

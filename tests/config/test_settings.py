@@ -7,12 +7,15 @@ import dataclasses
 import logging
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from accelerate import Accelerator
+from torch import nn
 
 import memckpt
 from accelerate_plugin import MemCheckpointPlugin
@@ -39,7 +42,7 @@ from memckpt.config.arguments import (
     with_environment,
 )
 from memckpt.config.settings import Setting, describe_settings, from_mapping, to_mapping
-from memckpt.errors import ConfigurationError
+from memckpt.errors import ConfigurationError, UsageError
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.flags import parse
 from tests.support.trainings.script_runs import Scripts
@@ -248,6 +251,37 @@ def test_what_is_passed_in_python_wins_in_every_adapter(monkeypatch: pytest.Monk
     assert with_environment("here", "auto", MemckptConfig()) == ("here", "auto", MemckptConfig())
     for made in (MemCheckpoint(), MemCheckpointTrainerCallback(), MemCheckpointPlugin(Accelerator(cpu=True))):
         assert (made.run_dir, made.resume, made.config) == ("there", 7, MemckptConfig(slots=5))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"config": "lazy"}, "config: expected a MemckptConfig, or a mapping of its fields, found 'lazy'"),
+        ({"config": False}, "config: expected a MemckptConfig, or a mapping of its fields, found False"),
+        ({"config": {"slots": "3"}}, "slots: expected a whole number, 2 to 64, or None, found '3'"),
+        ({"run_dir": 5}, "run_dir: expected a directory, found 5"),
+    ],
+)
+def test_a_wrong_argument_of_python_is_named_in_every_adapter(given: dict[str, Any], message: str) -> None:
+    model = nn.Linear(2, 2)
+    makers: list[Callable[..., object]] = [
+        MemCheckpoint,
+        MemCheckpointTrainerCallback,
+        partial(MemCheckpointPlugin, Accelerator(cpu=True)),
+        partial(memckpt.attach, model, torch.optim.SGD(model.parameters(), 0.1)),
+    ]
+    for make in makers:
+        with pytest.raises(ConfigurationError, match=re.escape(message)):
+            make(**{"run_dir": "there", **given})
+    assert with_environment("there", None, {"agent": {"threads": 2}}).config.agent.threads == 2
+
+
+def test_a_model_and_an_optimizer_that_are_none_are_named() -> None:
+    model = nn.Linear(2, 2)
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
+    for given, found in [((optimizer, model), "SGD, Linear"), ((model, None), "Linear, NoneType")]:
+        with pytest.raises(UsageError, match=f"its optimizer or a list of optimizers, found {found}"):
+            memckpt.attach(*given, run_dir="there")
 
 
 def test_a_variable_that_names_no_setting_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
