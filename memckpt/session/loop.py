@@ -6,6 +6,7 @@ At the end: what Lightning Fabric has wrapped, known by names of classes, since 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 from memckpt.capture.data.follower import Followers, check_parts
 from memckpt.capture.data.places import DrawsAtOpen, PlaceWatch
 from memckpt.capture.data.prefetch import TAKEN_APART
+from memckpt.capture.data.surroundings import counts_passes_anew
 from memckpt.errors import ForeignStateError, UnsupportedError, UsageError
 from memckpt.recovery.comparison import ComparedKind
 from memckpt.session.rank_state import OWN, RankState
@@ -42,6 +44,14 @@ _BEHIND = (
     "a commit() behind the loop over a followed loader ends no record, as a restart enters that loop once more. Its "
     "step belongs to the next record, and the last epoch's is not held when training has ended. To have it held, step "
     "with the last batch, too, inside the loop: if (number + 1) % n == 0 or number + 1 == len(loader)"
+)
+_AGAIN = (
+    "commit() is called again though no batch was taken since. Each call counts a step, and a restart goes on with the "
+    "next batch: call it once for each batch, behind all that belongs to it"
+)
+_RANGE = (
+    "the loop over range() counts its passes from 0 again behind a resume, and trains too many; write `for epoch in "
+    "session.epochs(n)`"
 )
 LoaderT = TypeVar("LoaderT")
 #: The place in a state that has none.
@@ -74,6 +84,11 @@ class Loop:
         self._in_epochs = False
         self._counts_epochs = False
         self._ended_at_commit = 0
+        #: Batches in a row with a second commit; whether the last commit was one, None before the first.
+        self._twice = 0
+        self._again: bool | None = None
+        #: Whether passes were over before the one that is resumed.
+        self._had_passes = False
         #: Whether a commit behind this epoch's batches has been left to the next record.
         self._has_remainder = False
         self.epoch = 0
@@ -97,10 +112,13 @@ class Loop:
         self._provide()
         self._find_departures()
         for line in self._followers.remarks():
-            if line not in self._said and self._ranks.rank == 0:
-                self._said.add(line)
-                _log.info("memckpt: %s", line)
+            self._say(line, logging.INFO)
         return loader
+
+    def _say(self, line: str, level: int) -> None:
+        if line not in self._said and self._ranks.rank == 0:
+            _log.log(level, "memckpt: %s", line)
+        self._said.add(line)
 
     def _provide(self) -> None:
         if not self._rank_state.has(STATE):
@@ -150,6 +168,7 @@ class Loop:
                 'the place in the data does not carry over to another number; start as many, or use resume="never"'
             )
         self.epoch, self.batch = state["epoch"] or 0, state["batch"]
+        self._had_passes = bool(state["loaders"]) and state["epoch"] is None and held.step > state["batch"]
         self._followers.continue_after(state["loaders"])
         self._rng_pending = any(each.waits for each in self._followers)
         self.found = tuple(self._followers.unreplayable())
@@ -166,6 +185,10 @@ class Loop:
     def _note_open(self) -> None:
         if self._rng_pending:
             self._draws.note_open()
+        elif self._had_passes and self._again is not None:
+            self._had_passes = False
+            if not self._followers.place_asked and counts_passes_anew(sys._getframe(1)):
+                self._say(_RANGE, logging.WARNING)
 
     def _resume_again(self) -> None:
         self._rng_pending = True
@@ -206,8 +229,14 @@ class Loop:
 
     # Each commit
 
-    def count_commit(self) -> None:
-        """Note that the user has called commit(), whether that ends a record or not."""
+    def count_commit(self, numbered: bool) -> None:
+        """Note that the user has called commit(), with or without a number, whether that ends a record or not."""
+        took = {each.took for each in self._followers}
+        again, before = False in took and True not in took, self._again
+        self._twice = self._twice + (again and not before) if again or before else 0
+        if self._twice == 3 and not numbered:
+            self._say(_AGAIN, logging.WARNING)
+        self._again, self._had_passes = again, self._had_passes and not numbered
         self._followers.committing()
 
     def can_end_record(self, epoch_over: bool) -> bool:
@@ -225,9 +254,7 @@ class Loop:
             self._warn(TAKEN_APART)
         elif outside and self.batch and not self._has_remainder:
             self._has_remainder = True
-            if _BEHIND not in self._said and self._ranks.rank == 0:
-                _log.warning("memckpt: %s", _BEHIND)
-            self._said.add(_BEHIND)
+            self._say(_BEHIND, logging.WARNING)
             return False
         elif outside:
             raise UsageError(

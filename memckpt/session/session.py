@@ -502,7 +502,7 @@ class Session:
         self._refuse_unrestored("commit()")
         is_repetition = self._first_steps.repetition is not None
         with self._clock.in_commit(), self._copier.behind_training():
-            self._loop.count_commit()
+            self._loop.count_commit(step is not None)
             refuse_join_context(self._data_parallel)
             self._recorder.cuda_graphs.refuse_hidden_backward(self._ranks.world_size, gradients_pending is not None)
             self._number = self._next_step() if step is None else _whole_number(step)

@@ -772,6 +772,63 @@ def test_what_a_loop_does_otherwise_behind_a_resume_is_said(lab: Lab, loop: Any,
     assert said in "".join(dies_and_goes_on(lab, loop, ("committed", kill)))
 
 
+def _commits_twice(process: Process) -> None:
+    loader = process.session.loader(make("shuffle", NONE))
+    process.session.restore()
+    for _ in process.session.epochs(2):
+        for batch in loader:
+            process.take("batch", batch)
+            process.session.commit()
+    process.session.close()
+
+
+def _counts_passes(process: Process, total: int = 2, asks: bool = False) -> None:
+    loader = process.session.loader(make("shuffle", NONE))
+    process.session.restore()
+    assert not asks or process.session.batch < BATCHES
+    for _ in range(total):
+        for batch in loader:
+            process.take("batch", batch)
+    process.session.close()
+
+
+def _skips_passes(process: Process, total: int = 2) -> None:
+    loader = process.session.loader(make("shuffle", NONE))
+    report = process.session.restore()
+    for epoch in range(total):
+        if report and epoch < report.step // BATCHES:
+            continue
+        for batch in loader:
+            process.take("batch", batch)
+    process.session.close()
+
+
+@pytest.mark.parametrize(
+    ("loop", "kill", "said"),
+    [
+        (_commits_twice, BATCHES + 2, "call it once for each batch, behind all that belongs to it"),
+        (_counts_passes, BATCHES + 2, "write `for epoch in session.epochs(n)`"),
+    ],
+)
+def test_a_commit_too_many_and_a_range_of_passes_are_said_with_the_line_to_write(
+    lab: Lab, loop: Any, kill: int, said: str
+) -> None:
+    first, second = dies_and_goes_on(lab, loop, ("committed", kill))
+    assert [log.count(said) for log in (first, second)] == [loop is _commits_twice, 1]
+
+
+@pytest.mark.parametrize(
+    ("loop", "kill"),
+    [
+        (_counts_passes, 2),  # of the first pass: nothing is trained twice
+        (_skips_passes, BATCHES + 2),
+        (partial(_counts_passes, asks=True), BATCHES + 2),
+    ],
+)
+def test_a_range_of_passes_that_resumes_right_is_not_told(lab: Lab, loop: Any, kill: int) -> None:
+    assert "session.epochs(n)" not in "".join(dies_and_goes_on(lab, loop, ("committed", kill)))
+
+
 def test_a_pass_that_is_bounded_by_what_is_left_is_exact(lab: Lab) -> None:
     """So is one whose bound is no less than what is left."""
 

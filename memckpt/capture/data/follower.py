@@ -389,6 +389,13 @@ class Follower:
             ahead, found = 0, position(ahead=0)
         return {"left": iteration.left, "batches": iteration.batches - ahead, "position": found}
 
+    @property
+    def took(self) -> bool | None:
+        """Whether batches were taken since the last call of commit(); None where others may be trained meanwhile."""
+        here = self._iteration
+        taken = self._taken_to_the_end or any(each.taken > each.counted for each in self._alive)
+        return True if taken else None if here is None or here.ended or self._prefetch.depth != 0 else False
+
     def committing(self) -> None:
         """Note that the user has called commit()."""
         self._taken_up = None

@@ -1,10 +1,14 @@
-"""Iterators that a loop has put around one over a loader: some begin anew where a resume goes on in mid-pass."""
+"""What a script has put around a pass over a loader: iterators and loops that begin anew behind a resume."""
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import gc
+import inspect
 import itertools
 import operator
+import textwrap
 import warnings
 from collections.abc import Iterator
 from types import FrameType
@@ -47,6 +51,22 @@ def what_counts_anew(iteration: Iterator[Any], length: float) -> Literal["count"
             return "bound"
         inside.append(one)
     return found
+
+
+def counts_passes_anew(frame: FrameType | None) -> bool:
+    """Whether the only loop around these calls is one over ``range(n)``, which nothing in it leaves early."""
+    loops: list[ast.stmt] = []
+    while frame is not None:
+        with contextlib.suppress(OSError, SyntaxError):  # there is no source
+            lines, first = ([], 0) if "-packages" in frame.f_code.co_filename else inspect.getsourcelines(frame)
+            line, tree = frame.f_lineno - max(first, 1) + 1, ast.parse(textwrap.dedent("".join(lines)))
+            inside = (each for each in ast.walk(tree) if isinstance(each, ast.For | ast.While))
+            loops += [each for each in inside if each.body[0].lineno <= line <= (each.body[-1].end_lineno or 0)]
+        frame = frame.f_back
+    match loops:
+        case [ast.For(iter=ast.Call(func=ast.Name("range"), args=[ast.Name() | ast.Constant() | ast.Attribute()]))]:
+            return not any(isinstance(each, ast.Break | ast.Continue | ast.Return) for each in ast.walk(loops[0]))
+    return False
 
 
 def _around(iteration: Iterator[Any]) -> Iterator[Any]:
