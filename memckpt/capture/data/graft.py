@@ -23,6 +23,10 @@ from memckpt.state import rng
 from memckpt.state.rng import RngState
 
 _DISPATCHED = frozenset({"dispatched", "dispatched_digest", "sampler_ended"})
+_OTHER_WORKERS = (
+    "a loader had num_workers={}, and has {} now: what is drawn as samples are loaded, and the order of later passes or "
+    "of a stream, may differ"
+)
 
 
 def graft(loader: DataLoader[Any], *, lookahead: int = 0) -> None:
@@ -120,8 +124,8 @@ def resume(loader: DataLoader[Any], position: dict[str, Any], *, on_live: Callab
 
     Raises:
         DataPositionError: the loader is not grafted, `position` is invalid, or the loader hands out its batches
-            differently (workers, order). A sampler that does not repeat itself raises it later: at iter(), or without
-            workers at the first batch.
+            out of order. A sampler that does not repeat itself raises it later: at iter(), or without workers at the
+            first batch.
     """
     record = _require(loader)
     _validate(loader, position)
@@ -274,10 +278,7 @@ def _validate(loader: DataLoader[Any], position: dict[str, Any]) -> None:
     if found != FORMAT:
         raise DataPositionError(f"expected a loader position of format {FORMAT}, found {found!r}")
     if loader.num_workers != position["num_workers"]:
-        raise DataPositionError(
-            f"expected {position['num_workers']} workers, as in the run that is continued, found "
-            f"{loader.num_workers}; random transforms in workers differ then, so keep num_workers"
-        )
+        _require(loader).depart(_OTHER_WORKERS.format(position["num_workers"], loader.num_workers))
     if loader.num_workers > 1 and not getattr(loader, "in_order", True):
         raise DataPositionError(
             "expected a loader that hands out its batches in order, found in_order=False; "

@@ -306,16 +306,34 @@ def test_a_failed_resume_does_not_go_on_with_other_data(tmp_path: Path) -> None:
             next(again)
 
 
+@pytest.mark.parametrize("between", [False, True])
+@pytest.mark.parametrize(("before", "now"), [(NONE, TWO), (TWO, NONE), (PERSISTENT, NONE), (Workers(1), PERSISTENT)])
+def test_another_number_of_workers_goes_on_with_the_same_indices(before: Workers, now: Workers, between: bool) -> None:
+    """What is drawn later may differ, and that is said."""
+    numbers: Any = range(9)
+    first, second, alone = (
+        DataLoader(numbers, 2, shuffle=True, generator=torch.Generator().manual_seed(3), **workers.arguments())
+        for workers in (before, now, NONE)
+    )
+    data.graft(first)
+    batches = iter(first)
+    taken = [next(batches).tolist() for _ in range(5 if between else 2)]
+    position = data.position(first, exhausted=between)
+    data.release(first)
+    data.graft(second)
+    data.resume(second, position)
+    assert f"num_workers={before.count}, and has {now.count} now" in (data.unreplayable(second) or "")
+    taken += [batch.tolist() for batch in second]
+    assert taken == [batch.tolist() for batch in alone]
+    assert sorted(number for batch in second for number in batch.tolist()) == list(range(9))
+    data.release(second)
+
+
 def test_a_position_of_another_loader_is_refused() -> None:
     loader = make("shuffle", NONE)
     with pytest.raises(data.DataPositionError, match=r"call graft\(\) first"):
         data.position(loader)
     data.graft(loader)
-    position = data.position(loader)
-    other = make("shuffle", TWO)
-    data.graft(other)
-    with pytest.raises(data.DataPositionError, match=r"expected 0 workers, .* found 2"):
-        data.resume(other, position)
     with pytest.raises(data.DataPositionError, match="of format 3, found None"):
         data.resume(loader, {})
     with pytest.raises(TypeError, match="expected a torch DataLoader, found list"):
