@@ -5,11 +5,8 @@
     MEMCKPT_AUTO=1                                             Lightning finds the callback by itself
     MEMCKPT_DISABLE=1                                          no protection, whatever the script says
     MEMCKPT_REDO=lazy              --memckpt-redo lazy         a field of MemckptConfig
-    MEMCKPT_AGENT_THREADS=2        --memckpt-agent-threads 2   a field of its AgentConfig
-    MEMCKPT_STORAGE_URL=...        --memckpt-storage-url ...   a field of its StorageConfig
-    MEMCKPT_STORAGE=none           --memckpt-storage off       no storage tier
-    MEMCKPT_PEERS=erasure          --memckpt-peers erasure     an ErasureConfig; none: no peers
-    MEMCKPT_PEERS_DATA=4           --memckpt-peers-data 4      a field of the one that is chosen
+    MEMCKPT_PEERS_DATA=4           --memckpt-peers-data 4      a field of one of its parts
+    MEMCKPT_PEERS=none             --memckpt-peers off         a part that is switched off
 
 An option wins over its variable, a variable over a default. ``none`` means None where a field allows it. MEMCKPT_NODE
 is read by the agent's address; MEMCKPT_RACK and MEMCKPT_ZONE by the placement of peers. MEMCKPT_RESTART_COUNT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -239,5 +240,7 @@ def _leaves(found: Any, held: Any) -> Iterator[tuple[Any, Any]]:
 def _shown(value: Any, limit: int = 40) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of {value.numel()} elements" if value.numel() > 1 else f"tensor({value.item()!r})"
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes ({zlib.crc32(value):08x})"
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -316,6 +316,17 @@ class RankState:
         now = {name: codec.encode(value) for name, value in self._settings_now()}
         return [name for name, before in self._settings.items() if now.get(name) != before]
 
+    def _changes_of_groups(self) -> str:
+        """What has changed in the optimizers' groups, and is to be put back."""
+        pairs = zip(describe_settings(self._live), codec.decode(self._settings[_GROUPS]), strict=True)
+        return ", ".join(
+            f"{key} in group {number} of optimizer {at}, from {new.get(key)!r} to {old[key]!r}"
+            for at, groups in enumerate(pairs)
+            for number, (new, old) in enumerate(zip(*groups, strict=False))
+            for key in old
+            if key != "params" and codec.encode(new.get(key)) != codec.encode(old[key])
+        )
+
     def keep_changed_settings(self) -> None:
         """Say what has changed since :meth:`note_settings`, and keep it: it may be meant, as it is behind a restore."""
         for name in self._changed_settings():
@@ -331,9 +342,8 @@ class RankState:
         if not known:
             self.keep_changed_settings()
         if changed := self._changed_settings():
-            _log.info(
-                "memckpt: the top of the epoch changed these once more, and they are put back: %s", ", ".join(changed)
-            )
+            said = "; ".join(name if name != _GROUPS else self._changes_of_groups() or name for name in changed)
+            _log.info("memckpt: the top of the epoch changed these once more, and they are put back: %s", said)
         for name in changed:
             value = codec.decode(self._settings[name])
             if name == _GROUPS:

@@ -350,7 +350,11 @@ def test_a_registered_tensor_has_a_distance() -> None:
     assert (difference.relative, difference.dtype) == (0.5, "float32")
     comparison = Comparison()
     comparison.value("registered", "average", torch.ones(2), torch.ones(3))
-    assert comparison.findings().differences[0].text == "a tensor of 2 elements in place of a tensor of 3 elements"
+    comparison.value("generators", "torch", b"ab", b"abc")
+    assert [each.text for each in comparison.findings().differences] == [
+        "a tensor of 2 elements in place of a tensor of 3 elements",
+        "2 bytes (9e83486d) in place of 3 bytes (352441c2)",
+    ]
 
 
 def test_ranks_are_named_and_causes_come_first() -> None:

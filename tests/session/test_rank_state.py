@@ -21,6 +21,7 @@ from memckpt.capture.beside.attributes import FoundObjects, modules_beside
 from memckpt.capture.beside.modules import ModuleTree
 from memckpt.capture.beside.strangers import Helpers
 from memckpt.capture.copier import HostCopier
+from memckpt.capture.live_state import LiveState
 from memckpt.errors import ConfigurationError
 from memckpt.session.rank_state import ACCEPTED, EARLIER, MADE, RankState
 from memckpt.session.resume.report import RestoreReport, ResumeCheck
@@ -584,3 +585,30 @@ def test_changes_of_modules_that_a_resume_does_not_repeat_are_named() -> None:
     assert "'0.weight' had got the hook _halved" in of_weight
     assert "'optimizer0' had got the hook _with_halves" in of_step
     assert list(tree_of(True).not_repeated(tree_of(False).describe_structure())) == [], "it changes only now"
+
+
+def test_what_the_top_of_an_epoch_has_changed_in_a_group_is_put_back_by_its_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    rank_state = RankState(LiveState(model, [optimizer], {}), HostCopier())
+    rank_state.note_settings()
+    optimizer.param_groups[0].update(lr=0.05, momentum=0.9)
+    with caplog.at_level(logging.INFO, "memckpt"):
+        rank_state.put_settings_back()
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert (
+        "put back: lr in group 0 of optimizer 0, from 0.05 to 0.1, momentum in group 0 of optimizer 0, from 0.9 to 0"
+        in caplog.messages[-1]
+    )
+
+
+def test_a_cause_of_an_inexact_resume_is_logged_once_and_those_of_earlier_ones_in_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reasons = [EARLIER + "the schedule differs", ACCEPTED + "the schedule differs", EARLIER + "step 5 differs"]
+    report = RestoreReport(1, 1, "storage", 0.1, 0).because(*reasons, "").because("loader 0: step 5 differs", "a new one")
+    assert report.stated == (*reasons, "loader 0: step 5 differs", "a new one")
+    said = "memckpt: training does not go on exactly: "
+    assert caplog.messages == [f"{said}{EARLIER}the schedule differs; step 5 differs", f"{said}a new one"]

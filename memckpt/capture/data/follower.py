@@ -22,46 +22,23 @@ _log = logging.getLogger("memckpt")
 
 
 class Followed(Protocol):
-    """One loader that is followed."""
+    """One loader that is followed; :class:`Follower` says what each of these does."""
 
     @property
-    def active(self) -> bool:
-        """Whether the user is iterating over it."""
-
+    def active(self) -> bool: ...
     @property
-    def batches(self) -> int:
-        """Number of batches of the current iteration that the user was given."""
-
+    def batches(self) -> int: ...
     @property
-    def taken_apart(self) -> bool:
-        """Whether another thread than the calling one has taken its last batch."""
-
-    def place(self) -> Place:
-        """The user's position in it."""
-
-    def state(self) -> dict[str, Any]:
-        """The user's position in it, as plain values."""
-
-    def leave(self) -> None:
-        """Note that the user takes no further batch from the current iteration."""
-
-    def committing(self) -> None:
-        """Note that the user has called commit()."""
-
-    def committed(self) -> None:
-        """Note that a commit was one, and has ended."""
-
-    def continue_after(self, state: dict[str, Any]) -> None:
-        """Continue after `state`. Raises DataPositionError if the loader differs from the one of `state`."""
-
-    def unreplayable(self) -> str | None:
-        """One line on why an exact resume cannot be promised; None if no reason is known."""
-
-    def remark(self) -> str | None:
-        """One line on what a resume rests on or costs; None if there is nothing to say."""
-
-    def release(self) -> None:
-        """Restore the loader as it was before it was followed."""
+    def taken_apart(self) -> bool: ...
+    def place(self) -> Place: ...
+    def state(self) -> dict[str, Any]: ...
+    def leave(self) -> None: ...
+    def committing(self) -> None: ...
+    def committed(self) -> None: ...
+    def continue_after(self, state: dict[str, Any]) -> None: ...
+    def unreplayable(self) -> str | None: ...
+    def remark(self) -> str | None: ...
+    def release(self) -> None: ...
 
 
 FollowedT = TypeVar("FollowedT", bound=Followed)
@@ -354,6 +331,7 @@ class Follower:
 
     @property
     def taken_apart(self) -> bool:
+        """Whether another thread than the calling one has taken its last batch."""
         return self._prefetch.taken_apart
 
     def place(self) -> Place:

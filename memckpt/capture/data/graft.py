@@ -24,8 +24,8 @@ from memckpt.state.rng import RngState
 
 _DISPATCHED = frozenset({"dispatched", "dispatched_digest", "sampler_ended"})
 _OTHER_WORKERS = (
-    "a loader had num_workers={}, and has {} now: what is drawn as samples are loaded, and the order of later passes or "
-    "of a stream, may differ"
+    "a loader had num_workers={}, and has {} now: what is drawn in loading, and the order of later passes or of a "
+    "stream, may differ"
 )
 
 

@@ -6,12 +6,12 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
 from memckpt.errors import ForeignStateError
-from memckpt.recovery.comparison import Difference, Findings
+from memckpt.recovery.comparison import ComparedKind, Difference, Findings
 from memckpt.state.layout import SNAPSHOTS, Layout
 from memckpt.state.spec import StateSpec
 from memckpt.state.tensors import allowed_rounding
@@ -34,18 +34,7 @@ _COARSE_ROUNDING = 2e-2
 _TENSORS = ("parameter", "state", "buffer", "frozen", "logged values", "gradient")
 #: Kinds that a verdict counts, with their plurals.
 _COUNTED = {"parameter": "parameters", "state": "states", "buffer": "buffers", "frozen": "frozen tensors"}
-_ORDER = (
-    "data position",
-    "generators",
-    "hyperparameters",
-    "absences",
-    "registered",
-    "logged values",
-    "buffer",
-    "frozen",
-    "parameter",
-    "state",
-)
+_ORDER = tuple(kind for kind in get_args(ComparedKind) if kind != "gradient")
 _CAUSES = (
     "the usual causes: plain attributes that are in no state_dict, a scheduler or a generator of your own that is not "
     "registered, a loader that is not given to the session, data read from elsewhere, values written through .data, "
@@ -132,11 +121,18 @@ class RestoreReport:
         return self.stated if not line or any(one in line for one in self.stated) else (*self.stated, line)
 
     def because(self, *reasons: str) -> RestoreReport:
-        """Add further reasons, and log each; empty ones are left out. Returns the report itself."""
-        new = tuple(reason for reason in reasons if reason and reason not in self.stated)
-        for reason in new:
-            _log.warning("memckpt: training does not go on exactly: %s", reason)
-        self.stated += new
+        """Add further reasons, and log each cause once; empty ones are left out. Returns the report itself."""
+        earlier: list[str] = []
+        for reason in reasons:
+            if reason and reason not in self.stated:
+                known = any(reason.endswith(_cause(one)) for one in self.stated)  # also under its loader's name
+                self.stated += (reason,)
+                if not known and _cause(reason) != reason:
+                    earlier.append(reason if not earlier else _cause(reason))
+                elif not known:
+                    _log.warning("memckpt: training does not go on exactly: %s", reason)
+        if earlier:
+            _log.warning("memckpt: training does not go on exactly: %s", "; ".join(earlier))
         return self
 
     def __repr__(self) -> str:
@@ -145,6 +141,11 @@ class RestoreReport:
             f"RestoreReport(step={self.step}, record={self.record}, tier={self.tier!r}, seconds={self.seconds:.3g}, "
             f"steps_lost={self.steps_lost}, exact={self.exact}, check={self.check.verdict!r}, repeated={self.repeated})"
         )
+
+
+def _cause(reason: str) -> str:
+    """What an earlier resume was not exact for; any other reason as it is."""
+    return reason.partition(": ")[2] if reason.startswith("an earlier resume") else reason
 
 
 def describe_protection(spec: StateSpec, reason: str, tap: str, where: str, caveats: Sequence[str]) -> str:
