@@ -22,6 +22,8 @@ from typing import Any
 
 import accelerate
 from accelerate import Accelerator
+from torch import nn
+from torch.optim import Optimizer
 
 import memckpt
 from accelerate_plugin.loaders import (
@@ -33,7 +35,7 @@ from accelerate_plugin.loaders import (
     iterator_used,
     restore_begun,
 )
-from accelerate_plugin.loop import LoopWatch
+from accelerate_plugin.loop import LoopWatch, Unwatched
 from accelerate_plugin.prepared import (
     ObjectStates,
     Prepared,
@@ -48,7 +50,7 @@ from memckpt.capture.beside.attributes import same
 from memckpt.capture.data.places import DrawsAtOpen
 from memckpt.capture.data.prefetch import TAKEN_APART
 from memckpt.config import MemckptConfig, ResumeChoice
-from memckpt.config.arguments import with_environment
+from memckpt.config.arguments import disabled_by_environment, with_environment
 from memckpt.errors import ConfigurationError, UsageError
 from memckpt.user_messages import Messages
 
@@ -94,7 +96,8 @@ class MemCheckpointPlugin:
         self._draws = DrawsAtOpen()
         self._elsewhere = GeneratorsElsewhere()
         self._at_begin: dict[str, Any] = {}
-        self._watch = LoopWatch()
+        self._disabled = disabled_by_environment()
+        self._watch = Unwatched() if self._disabled else LoopWatch()
         self._messages = Messages(_log, accelerator.is_main_process)
         self._begun = False
         self._rng_pending = False
@@ -131,6 +134,8 @@ class MemCheckpointPlugin:
                 "prepare() was called twice: expected one call with everything that is trained; loaders that only "
                 "evaluate may go to accelerator.prepare()"
             )
+        if self._disabled:
+            return self._prepare_unprotected(objects, device_placement)
         refuse(self.accelerator)
         require_training(objects)
         with grafting_stateful_loaders(lookahead=self.accelerator.num_processes):
@@ -151,6 +156,14 @@ class MemCheckpointPlugin:
             self.close(finished=False)
             raise
         return tuple(result)
+
+    def _prepare_unprotected(self, objects: Sequence[Any], device_placement: list[bool] | None) -> tuple[Any, ...]:
+        found = tuple(prepare(self.accelerator, objects, device_placement))
+        model = next((each for each in found if isinstance(each, nn.Module)), nn.Module())
+        optimizers = [getattr(each, "optimizer", each) for each in found if isinstance(each, Optimizer)]
+        self._session = memckpt.attach(model, optimizers, run_dir=self.run_dir, config=self.config)
+        self._watch.install(optimizers)
+        return found
 
     def _attached(self, session: memckpt.Session, prepared: Prepared) -> None:
         if session.held is not None:
@@ -185,6 +198,8 @@ class MemCheckpointPlugin:
             UsageError: the loop has begun, the name is taken, or the object lacks these methods.
             ConfigurationError, UnsupportedStateError: an attribute is missing, or cannot be stored.
         """
+        if self._disabled:
+            return
         if self._begun:
             raise UsageError(f"register({name!r}): expected it before the loop, which has begun")
         self._objects.register(name, obj, attributes)
@@ -272,7 +287,7 @@ class MemCheckpointPlugin:
             return False
         before = self._step, self._batch
         self._step += int(stepped)
-        self._look_at_loaders()
+        self._look_at_loaders()  # of which none is followed where protection is disabled
         batches = self._followers.batches
         self._batch = self._batch + 1 if batches is None else batches
         if self._followers.ended != self._ended_at_commit:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_memckpt.internals import check_version
 from lightning_memckpt.notes import is_tuning, list_callbacks, refuse
@@ -15,7 +16,7 @@ from lightning_memckpt.protection import Protection
 from memckpt import ProtectionArguments
 from memckpt.capture.beside.attributes import checked_names
 from memckpt.config import MemckptConfig, ResumeChoice
-from memckpt.config.arguments import with_environment
+from memckpt.config.arguments import DISABLE, disabled_by_environment, with_environment
 from memckpt.user_messages import Messages
 
 _log = logging.getLogger("lightning_memckpt")
@@ -62,10 +63,16 @@ class MemCheckpoint(pl.Callback):
         """Wrap the strategy before it is set up."""
         if stage != "fit" or is_tuning(trainer):
             return
-        check_version()
-        own = [each for each in list_callbacks(trainer) if isinstance(each, MemCheckpoint) and not each.steps_aside]
-        refuse(trainer, len(own))
         messages = Messages(_log, trainer.is_global_zero)
+        own = [each for each in list_callbacks(trainer) if isinstance(each, MemCheckpoint) and not each.steps_aside]
+        try:
+            check_version()
+            refuse(trainer, len(own))
+        except (TypeError, MisconfigurationException):
+            if not disabled_by_environment():
+                raise
+            messages.inform(f"not active: {DISABLE} is set")  # no training is refused then
+            return
         untyped: Any = trainer  # fast_dev_run is a dynamic attribute that type checkers do not see
         if untyped.fast_dev_run:
             messages.inform("not active: fast_dev_run neither saves nor resumes")

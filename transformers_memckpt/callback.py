@@ -20,10 +20,10 @@ from transformers import (
 from memckpt import ProtectionArguments
 from memckpt.capture.beside.attributes import checked_names
 from memckpt.config import MemckptConfig, ResumeChoice
-from memckpt.config.arguments import with_environment
+from memckpt.config.arguments import disabled_by_environment, with_environment
 from memckpt.errors import UsageError
 from transformers_memckpt import notes
-from transformers_memckpt.protection import Protection
+from transformers_memckpt.protection import Protection, Unprotected
 
 
 class MemCheckpointTrainerCallback(TrainerCallback):
@@ -66,7 +66,8 @@ class MemCheckpointTrainerCallback(TrainerCallback):
             UnsupportedError: this version of transformers lacks names that the callback relies on.
             UsageError: the trainer has such a callback already, or this callback another trainer.
         """
-        notes.verify(trainer)
+        if not disabled_by_environment():
+            notes.verify(trainer)
         callbacks = trainer.callback_handler.callbacks
         others = [each for each in callbacks if isinstance(each, MemCheckpointTrainerCallback) and each is not self]
         if others:
@@ -84,8 +85,10 @@ class MemCheckpointTrainerCallback(TrainerCallback):
         vars(trainer)["_inner_training_loop"] = partial(self._train, trainer._inner_training_loop)
 
     def _train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        notes.refuse(self._trainer, kwargs.get("trial"))
-        self._protection = Protection(
+        disabled = disabled_by_environment()
+        if not disabled:
+            notes.refuse(self._trainer, kwargs.get("trial"))
+        self._protection = (Unprotected if disabled else Protection)(
             self._trainer,
             self,
             arguments=ProtectionArguments(self.run_dir, self.resume, self.config),

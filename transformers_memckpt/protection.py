@@ -448,6 +448,31 @@ class Protection:
             loader.release()
 
 
+class Unprotected(Protection):
+    """One training with MEMCKPT_DISABLE=1: steps are counted for observers, and nothing is refused or replaced."""
+
+    def train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the Trainer's own loop."""
+        try:
+            result = original(*args, **kwargs)
+            self.begin_step()
+            return result
+        finally:
+            self._close(finished=True)
+
+    def attach_and_prepare(self) -> None:
+        """Attach a session that does nothing."""
+        self._session = self._connect("auto")
+        self._committed_step = self._trainer.state.global_step
+
+    def begin_step(self) -> None:
+        """Count the steps before this one."""
+        step = self._trainer.state.global_step
+        if self._session is not None and step != self._committed_step:
+            self._session.commit(step=step, gradients_pending=False)
+            self._committed_step = step
+
+
 @contextmanager
 def _replaced(instance: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Call `function(original, ...)` in place of a method of one instance; the class stays as it is."""

@@ -25,6 +25,7 @@ from accelerate_plugin import MemCheckpointPlugin
 from accelerate_plugin.loaders import GeneratorsElsewhere, begun_loaders, restore_begun
 from accelerate_plugin.loop import LoopWatch
 from memckpt.config import MemckptConfig
+from memckpt.config.arguments import DISABLE
 from memckpt.errors import (
     ConfigurationError,
     ForeignStateError,
@@ -175,6 +176,26 @@ def test_loops_that_would_be_unprotected(lab: Lab) -> None:
     with pytest.raises(UsageError, match=r"another batch after commit\(epoch_over=True\)"):
         next(batches)
     ckpt.close()
+
+
+@in_a_child
+def test_nothing_is_refused_where_protection_is_disabled(lab: Lab) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(DISABLE, "1")
+        patch.setattr("accelerate_plugin.prepared._SUPPORTED", ())
+        with plugin(lab) as ckpt:
+            ckpt.register("any", object())
+            model, optimizer, loader, _ = ckpt.prepare(*objects())
+            for batch in loader:
+                step(ckpt, model, optimizer, batch)
+                assert [ckpt.commit(), ckpt.commit()] == [True, False]
+            assert (ckpt.step, ckpt.batch, ckpt.metrics()) == (3, 3, {})
+        with plugin(lab) as ckpt:
+            model, optimizer, loader, _ = ckpt.prepare(*objects())
+            for _epoch in ckpt.epochs(2):
+                for batch in loader:
+                    step(ckpt, model, optimizer, batch)
+    assert not lab.run_dir.exists()
 
 
 @in_a_child

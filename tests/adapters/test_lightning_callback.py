@@ -30,6 +30,7 @@ import memckpt
 from lightning_memckpt import MemCheckpoint, trainer_state
 from lightning_memckpt.internals import TrainerInternals
 from lightning_memckpt.shadowing import Shadows
+from memckpt.config.arguments import DISABLE
 from memckpt.errors import ConfigurationError, UnsupportedStateError
 from tests.support.trainings import fake_session
 
@@ -128,6 +129,16 @@ def test_callbacks_beside_which_nothing_is_protected_are_refused(
 ) -> None:
     with pytest.raises(MisconfigurationException, match=said):
         trainer(tmp_path, MemCheckpoint(tmp_path / "run"), other(tmp_path)).fit(Small(), loader())
+
+
+def test_nothing_is_refused_where_protection_is_disabled(
+    tmp_path: Path, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(DISABLE, "1")
+    alone = trainer(tmp_path, *(MemCheckpoint(tmp_path / name) for name in "ab"))
+    alone.fit(Small(), loader())
+    assert alone.global_step > 0
+    assert not sessions.made
 
 
 class Tunable(Small):

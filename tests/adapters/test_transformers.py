@@ -16,6 +16,7 @@ import pytest
 
 from memckpt.compression import CompressionConfig, HalfPrecision, RandomK
 from memckpt.config import StorageConfig
+from memckpt.config.arguments import DISABLE
 from memckpt.errors import UnsupportedError, UsageError
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.local_store import LocalStore
@@ -363,6 +364,12 @@ def test_batches_that_accelerate_dispatches_are_refused_with_the_setting(trainin
     refused = trainings.run(Case("dispatched", {"max_steps": 4}, stream=True), settings())
     assert refused.codes == [3]
     assert 'pass TrainingArguments(accelerator_config={"dispatch_batches": False})' in refused.log
+
+
+def test_nothing_is_refused_where_protection_is_disabled(trainings: Trainings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DISABLE, "1")
+    alone = trainings.run(Case("dispatched", {"max_steps": 4}, stream=True), settings())
+    assert alone.codes == [0], alone.log
 
 
 @pytest.mark.parametrize(("choice", "number"), [("main", 4), ("all", 14), ("none", 0)])

@@ -608,7 +608,9 @@ def test_a_cause_of_an_inexact_resume_is_logged_once_and_those_of_earlier_ones_i
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     reasons = [EARLIER + "the schedule differs", ACCEPTED + "the schedule differs", EARLIER + "step 5 differs"]
-    report = RestoreReport(1, 1, "storage", 0.1, 0).because(*reasons, "").because("loader 0: step 5 differs", "a new one")
+    report = (
+        RestoreReport(1, 1, "storage", 0.1, 0).because(*reasons, "").because("loader 0: step 5 differs", "a new one")
+    )
     assert report.stated == (*reasons, "loader 0: step 5 differs", "a new one")
     said = "memckpt: training does not go on exactly: "
     assert caplog.messages == [f"{said}{EARLIER}the schedule differs; step 5 differs", f"{said}a new one"]
