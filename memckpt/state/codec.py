@@ -7,7 +7,6 @@ Torch and numpy are looked up only for values of theirs, so that a process witho
 
 from __future__ import annotations
 
-import copy
 import sys
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -15,7 +14,7 @@ from collections.abc import Callable, Collection
 from enum import Enum
 from math import prod
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -100,7 +99,7 @@ _STRINGS = frozenset({str})
 
 def encode(value: Any) -> bytes:
     """Encode a tree of plain values, tensors and arrays; shares no memory with them. Raises UnsupportedStateError."""
-    return _encoder.encode(_Packer().pack(value, ""))
+    return _encoder.encode(_Packer().pack(value))
 
 
 class Packed:
@@ -112,13 +111,13 @@ class Packed:
 
     def __init__(self, value: Any, fetch: Fetch, token: Callable[[], Callable[[], None]]) -> None:
         packer = _Packer(fetch)
-        self._tree = packer.pack(value, "")
+        self._tree = packer.pack(value)
         self._arrived: Callable[[], None] = token() if packer.fetched else lambda: None
         self._encoded: bytes | None = None
 
     def joined(self, other: Packed) -> Packed:
         """The union of two mappings with strings as keys."""
-        both = copy.copy(self)
+        both = Packed.__new__(Packed)
         both._tree = {**self._tree, **other._tree}
 
         def arrived() -> None:
@@ -167,7 +166,7 @@ def unencodable_paths(value: Any) -> list[str]:
     def refuse(path: str, type_name: str) -> None:
         found.append(f"{path} ({type_name})")
 
-    _Packer(refuse=refuse).pack(value, "")
+    _Packer(refuse=refuse).pack(value)
     return found
 
 
@@ -175,8 +174,15 @@ def _refuse(path: str, type_name: str) -> None:
     raise UnsupportedStateError(path, type_name)
 
 
-def _join(path: str, key: object) -> str:
-    return f"{path}.{key}" if path else str(key)
+#: Where a value was found: the path to what holds it, and its key there. Few paths are ever put into words.
+_Path: TypeAlias = "tuple[_Path, object] | tuple[()]"
+
+
+def _in_words(path: _Path) -> str:
+    if not path:
+        return ""
+    outer = _in_words(path[0])
+    return f"{outer}.{path[1]}" if outer else str(path[1])
 
 
 class _Packer:
@@ -190,7 +196,7 @@ class _Packer:
         self._refuse = refuse
         self.fetched = False
 
-    def pack(self, value: Any, path: str) -> Any:
+    def pack(self, value: Any, path: _Path = ()) -> Any:
         """The tree of a value found at `path`."""
         kind = type(value)
         if kind in _PLAIN:
@@ -207,29 +213,26 @@ class _Packer:
                 if _PLAIN.issuperset(map(type, value.values())):
                     return value.copy()
                 return {
-                    key: item if type(item) in _PLAIN else self.pack(item, _join(path, key))
-                    for key, item in value.items()
+                    key: item if type(item) in _PLAIN else self.pack(item, (path, key)) for key, item in value.items()
                 }
             return [_MARK + "dict", *self._mapping(value, path)]
         if kind is tuple:
             return [_MARK + "tuple", *self._items(value, path)]
         return self._rare(value, path)
 
-    def _items(self, values: Collection[Any], path: str) -> list[Any]:
+    def _items(self, values: Collection[Any], path: _Path) -> list[Any]:
         if _PLAIN.issuperset(map(type, values)):
             return list(values)
-        return [
-            item if type(item) in _PLAIN else self.pack(item, _join(path, index)) for index, item in enumerate(values)
-        ]
+        return [item if type(item) in _PLAIN else self.pack(item, (path, index)) for index, item in enumerate(values)]
 
-    def _mapping(self, value: Any, path: str) -> list[Any]:
+    def _mapping(self, value: Any, path: _Path) -> list[Any]:
         packed: list[Any] = []
         for key, item in value.items():
-            packed.append(self.pack(key, _join(path, f"key {key!r}")))
-            packed.append(self.pack(item, _join(path, key)))
+            packed.append(self.pack(key, (path, f"key {key!r}")))
+            packed.append(self.pack(item, (path, key)))
         return packed
 
-    def _rare(self, value: Any, path: str) -> Any:
+    def _rare(self, value: Any, path: _Path) -> Any:
         if isinstance(value, OrderedDict):
             return [_MARK + "odict", *self._mapping(value, path)]
         if type(value) is Counter:
@@ -243,7 +246,7 @@ class _Packer:
         if isinstance(value, (set, frozenset)):
             tag = "set" if isinstance(value, set) else "frozenset"
             # In which order a set is iterated depends on its history: equal ones are encoded alike.
-            return [_MARK + tag, *sorted((self.pack(item, _join(path, item)) for item in value), key=repr)]
+            return [_MARK + tag, *sorted((self.pack(item, (path, item)) for item in value), key=repr)]
         if isinstance(value, deque):
             return [_MARK + "deque", value.maxlen, *self._items(value, path)]
         if isinstance(value, complex):
@@ -280,16 +283,16 @@ class _Packer:
             for plain in (str, int, float):
                 if isinstance(value, plain):
                     return self.pack(plain(value), path)
-        self._refuse(path, f"{type(value).__module__}.{type(value).__qualname__}")
+        self._refuse(_in_words(path), f"{type(value).__module__}.{type(value).__qualname__}")
         return None
 
-    def _tensor(self, torch: Any, value: Any, path: str) -> Any:
+    def _tensor(self, torch: Any, value: Any, path: _Path) -> Any:
         mesh = sys.modules.get("torch.distributed.tensor")
         if mesh is not None and isinstance(value, mesh.DTensor):
-            self._refuse(path, "torch.distributed.tensor.DTensor")  # its mesh could not be rebuilt here
+            self._refuse(_in_words(path), "torch.distributed.tensor.DTensor")  # its mesh could not be rebuilt here
             return None
         if why := _why_no_bytes(torch, value):
-            self._refuse(path, f"torch.Tensor {why}")
+            self._refuse(_in_words(path), f"torch.Tensor {why}")
             return None
         tensor = value.detach()
         name = str(tensor.dtype).removeprefix("torch.")
