@@ -203,9 +203,13 @@ class SlotWriter:
         #: Marks of gradients that are complete in their slots; None if none are staged.
         self.landings = None if self.snapshots else Landings(self._slots, self.layout, generation, rank)
         # Plain lists for look-ups at every gradient: backward evicts our data from the CPU's caches.
-        self.owners = [[owner.optimizer for owner in param.owners] for param in spec.params]
+        owners = [tuple(owner.optimizer for owner in param.owners) for param in spec.params]
+        one = {each: each for each in owners}
+        self.owners = [one[each] for each in owners]
         self.members = [self.layout.optimizer_params(number) for number in range(len(spec.optimizers))]
         self.grad_dtypes = [dtype_of(param.grad_dtype) for param in spec.params]
+        #: Parameters without dimensions.
+        self.scalars = {index for index, param in enumerate(spec.params) if not param.tensor.shape}
         self._in_groups: dict[int, tuple[list[list[int]], list[torch.Tensor]]] = {}
         self._anchor_parts = [[self._parts_of(piece) for piece in group] for group in self.layout.anchor_groups]
         #: By step of the anchor period; made when its anchors are first due: optimizers have no state before a step.

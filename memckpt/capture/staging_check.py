@@ -27,6 +27,8 @@ WINDOW = 256
 FULL_RECORDS = 2
 #: Encoded gradients of which a few elements are compared per record.
 _SAMPLED = 128
+#: Stretches of small gradients that are compared where they are: no more, as a view takes a microsecond.
+_FEW_STRETCHES = 8
 
 
 def unknown_change(name: str) -> str:
@@ -67,9 +69,9 @@ class StagingCheck:
             if mismatch is not None or not params:
                 return mismatch
         # A factor rounds values without dimensions otherwise: they are not compared with others.
-        flat = [index for index in params if writer.spec.params[index].tensor.shape]
+        flat = [index for index in params if index not in writer.scalars] if writer.scalars else params
         if not full and self._sample_is_equal(writer, record, step, flat):
-            params = [index for index in params if not writer.spec.params[index].tensor.shape]
+            params = [index for index in params if index in writer.scalars] if writer.scalars else []
         mine = [index for index in params if writer.mine[index] and writer.params[index].device.type == "cpu"]
         for batch in self._alike(mine, step.ops, writer):
             staged, used = [], []
@@ -182,12 +184,16 @@ class _Sample:
         item = ITEM_BYTES[self._dtype]
         area, _ = writer.layout.gradient_area(optimizer, 0)
         starts = {index: (writer.layout.gradient_offset(optimizer, 0, index) - area) // item for index in host}
-        numels = [specs[index].tensor.numel for index in small]
-        #: Indices of the elements of small gradients in a sub-step's area.
-        self._of_small = torch.cat(
-            [torch.arange(starts[index], starts[index] + numel) for index, numel in zip(small, numels, strict=True)]
-            or [torch.empty(0, dtype=torch.int64)]
-        )
+        #: Stretches of a sub-step's area, in elements, that small gradients fill one beside the other.
+        self._stretches: list[tuple[int, int]] = []
+        for start, stop in ((starts[index], starts[index] + specs[index].tensor.numel) for index in small):
+            if self._stretches and self._stretches[-1][1] == start:
+                start, _ = self._stretches.pop()
+            self._stretches.append((start, stop))
+        #: Indices of their elements, where the stretches are many.
+        self._of_small = None
+        if len(self._stretches) > _FEW_STRETCHES:
+            self._of_small = torch.cat([torch.arange(*stretch) for stretch in self._stretches])
         #: Start of each large gradient in the area, in elements, and its number of window positions.
         self._of_large = torch.tensor([starts[index] for index in large], dtype=torch.int64)
         self._places = torch.tensor([specs[index].tensor.numel - WINDOW + 1 for index in large], dtype=torch.int64)
@@ -200,17 +206,21 @@ class _Sample:
     def is_equal(self, writer: SlotWriter, record: int, sub_step: int, ops: Sequence[NotedOp]) -> bool:
         """Whether the staged values, with the changes applied, equal what the optimizer used, bit for bit."""
         with torch.no_grad():
-            used, places = _gradients(self._small), self._of_small
+            used = _gradients(self._small)
+            area = writer.gradient_places.area(record, self._optimizer, sub_step, self._dtype)
+            if self._of_small is None:
+                staged = [area[start:stop] for start, stop in self._stretches]
+            else:
+                staged = [area.index_select(0, self._of_small)]
             if self._large:
                 begin = (record * WINDOW) % self._places
                 large = _gradients(self._large)
                 used += [_window(one, start, WINDOW) for one, start in zip(large, begin.tolist(), strict=True)]
-                places = torch.cat([places, ((self._of_large + begin)[:, None] + self._within).view(-1)])
+                staged.append(area.index_select(0, ((self._of_large + begin)[:, None] + self._within).view(-1)))
             if set(map(_dtype, used)) != {dtype_of(self._dtype)}:
                 return False  # joined they would be rounded
             found = _flatten_dense_tensors(used)
-            area = writer.gradient_places.area(record, self._optimizer, sub_step, self._dtype)
-            expected = area.take(places)
+            expected = staged[0] if len(staged) == 1 else torch.cat(staged)
             for op in ops:
                 expected = change_values(op.kind, op.operand, expected)
             return expected.dtype == found.dtype and torch.equal(bits_of(expected), bits_of(found))

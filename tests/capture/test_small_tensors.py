@@ -163,3 +163,25 @@ def _calls_of_a_commit(layers: int, run_dir: Path) -> int:
 def test_a_commit_calls_no_python_function_for_each_tensor(tmp_path: Path) -> None:
     few, many = (_calls_of_a_commit(layers, tmp_path / str(layers)) for layers in (8, 72))
     assert many - few < 128 / 2  # tensors more; each eighth is anchored
+
+
+@pytest.mark.parametrize("width", [16, 3], ids=["side by side", "apart"])
+def test_a_gradient_that_is_changed_unseen_is_found_among_many(width: int, tmp_path: Path) -> None:
+    """Apart: gradients of 36 and 12 bytes leave gaps in their slot."""
+    net = nn.Sequential(*(nn.Linear(width, width) for _ in range(6)), nn.Linear(width, 300))
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+    try:
+        with memckpt.attach(net, optimizer, run_dir=tmp_path, config=memckpt.MemckptConfig(storage=None)) as session:
+            session.restore()
+            for step in range(8):
+                net(torch.ones(1, width)).square().sum().backward()
+                if step == 6:  # later than the records that are compared in full
+                    assert session.tap_reason == "gradients are taken as backward produces them"
+                    assert net[4].bias.grad is not None
+                    net[4].bias.grad.data[width - 1] += 1
+                optimizer.step()
+                optimizer.zero_grad()
+                session.commit()
+            assert "the gradient of 4.bias was changed" in session.tap_reason
+    finally:
+        stop_agent(AgentAddress.of(tmp_path))

@@ -78,7 +78,9 @@ class PendingGradients:
             for group in optimizer.param_groups:
                 for param in group["params"]:
                     owners.setdefault(id(param), (param, set()))[1].add(number)
-        self._families = {key: tuple(sorted(found)) for key, (_, found) in owners.items()}
+        families = {key: tuple(sorted(found)) for key, (_, found) in owners.items()}
+        one = {family: family for family in families.values()}  # one object each, as backward evicts caches
+        self._families = {key: one[family] for key, family in families.items()}
         self._members = {}
         for param, found in owners.values():
             self._members.setdefault(tuple(sorted(found)), []).append(param)
