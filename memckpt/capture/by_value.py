@@ -117,7 +117,7 @@ class Batch:
         small = [index for index, size in enumerate(sizes) if size <= SMALL_BYTES]
         large = [index for index, size in enumerate(sizes) if size > SMALL_BYTES]
         self._order = small + large
-        self._large = Places([places[index] for index in large])
+        self._has_large, self._large = bool(large), Places([places[index] for index in large])
         #: Byte ranges that places of small tensors fill without a gap.
         self._stretches: list[tuple[int, int]] = []
         for start, stop in sorted((places[index][0], places[index][0] + aligned(sizes[index])) for index in small):
@@ -153,7 +153,7 @@ class Batch:
         if not all(map(_on_host, sources)):
             return False
         ordered = [sources[index] for index in self._order]
-        torch._foreach_copy_(self._gathered + self._large.at(buffer, base), ordered)
+        torch._foreach_copy_(self._gathered + (self._large.at(buffer, base) if self._has_large else []), ordered)
         for start, stop in self._stretches:
             gathered = tensor_at(self._memory, start - self._first, (stop - start,), "uint8")
             tensor_at(buffer, base + start, (stop - start,), "uint8").copy_(gathered)
@@ -400,6 +400,8 @@ class ByValueTensors:
         Raises:
             LayoutChangedError: a buffer has changed its shape or dtype, or was removed.
         """
+        if not self._copied:
+            return
         now = [self._live[position].now() for position in self._copied]
         found = [tensor for tensor in now if tensor is not None]
         if len(found) == len(now):

@@ -69,10 +69,10 @@ class _InMemory:
     def sample(self, record: int) -> torch.Tensor:
         """Elements of all tensors, one behind the other."""
         starts = record % self._strides
-        counts = np.maximum(self._numels - starts + self._strides - 1, 0) // self._strides
+        counts = (self._numels - starts + self._strides - 1) // self._strides
         ends = counts.cumsum()
-        within = np.arange(ends[-1]) - (ends - counts).repeat(counts)
-        places = (self._firsts + starts).repeat(counts) + within * self._strides.repeat(counts)
+        firsts = self._firsts + starts - (ends - counts) * self._strides
+        places = firsts.repeat(counts) + np.arange(ends[-1]) * self._strides.repeat(counts)
         if isinstance(self._memory, np.ndarray):
             return torch.from_numpy(self._memory.take(places))
         there = torch.from_numpy(places).pin_memory().to(self._memory.device, non_blocking=True)
@@ -253,7 +253,8 @@ class Evidence:
         """The tensors of :meth:`_walk` and its numbers; found at once where the values are those of the last call."""
         values: list[Any] = [param for _, param, _ in self._params]
         for optimizer in self._optimizers:
-            values += (*optimizer.state, *values_of(optimizer))
+            values += optimizer.state
+            values += values_of(optimizer)
         values += [now for *_, now in self._values_beside()]
         identities = list(map(id, values))
         if self._order is not None and identities == self._known[0]:

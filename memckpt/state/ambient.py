@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,12 +13,13 @@ from memckpt.state import codec
 
 #: The product with 1 is 0 only where the thread flushes denormal numbers: torch does not tell.
 _DENORMAL = 5e-324
+#: Whether torch has a precision for each backend.
+_HAS_PRECISIONS = hasattr(torch.backends.cuda.matmul, "fp32_precision")
 #: Held while settings of the whole process are not the process's own.
 _lock = threading.RLock()
 
 
-@dataclass(frozen=True)
-class Ambient:
+class Ambient(NamedTuple):
     """Settings around one step. Those up to `flush` are a thread's own, the others the whole process's."""
 
     autocast: str = ""  #: its dtype on the parameters' device; empty: it is off
@@ -34,11 +34,11 @@ class Ambient:
 
     def encode(self) -> bytes:
         """The encoding; empty for settings as they are by default."""
-        return b"" if self == _DEFAULT else codec.encode(asdict(self))
+        return b"" if self == _DEFAULT else codec.encode(self._asdict())
 
     def changed_to(self, other: Ambient) -> Iterator[str]:
         """Yield each difference in words."""
-        for name, value in asdict(self).items():
+        for name, value in self._asdict().items():
             if (now := getattr(other, name)) != value:
                 yield f"{name} was {value} in the run that is continued, and is {now}"
 
@@ -71,7 +71,7 @@ def _matmuls() -> tuple[Any, Any]:
 
 def _precision() -> tuple[str, ...]:
     # The older interface raises where the newer one has been used.
-    if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+    if _HAS_PRECISIONS:
         found = tuple(one.fp32_precision for one in _matmuls())
         return () if {*found} <= {"none", "ieee"} else found
     usual = torch.get_float32_matmul_precision()
@@ -79,7 +79,7 @@ def _precision() -> tuple[str, ...]:
 
 
 def _set_precision(wanted: tuple[str, ...]) -> None:
-    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+    if not _HAS_PRECISIONS:
         torch.set_float32_matmul_precision(wanted[0] if wanted else "highest")
         return
     for one, value in zip(_matmuls(), wanted or ("none", "none"), strict=False):
