@@ -387,8 +387,8 @@ class MemCheckpointPlugin:
             if used:
                 drop_unused_iterator(loader)
         self._rng_pending = True
-        self._at_begin = copy.deepcopy(self._objects.capture())
         session.restore_rng()
+        self._at_begin = copy.deepcopy(self._objects.capture())  # with rates that the session has overridden
         if report is not None:
             self._messages.resumed(report)
 

@@ -118,6 +118,8 @@ def type_text(hint: object) -> str:
         return " | ".join(f'"{each}"' for each in typing.get_args(hint))
     if hint is types.NoneType:
         return "None"
+    if typing.get_origin(hint) is tuple:
+        return f"tuple[{type_text(typing.get_args(hint)[0])}, ...]"
     assert isinstance(hint, type), hint
     return hint.__name__
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import transformers
@@ -22,7 +22,7 @@ _METHODS: dict[str, tuple[str, ...]] = {
 
 _CHANGED = "{name} was {old!r} in the run that is continued, and is {new!r} now"
 #: Arguments in whose place the held state has a value: groups, schedule and generators go on.
-_OF_STATE = frozenset({"learning_rate", "weight_decay", "seed", "data_seed"})
+OF_STATE = frozenset({"learning_rate", "weight_decay", "seed", "data_seed"})
 # Arguments that determine a step.
 _SETTINGS = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "learning_rate",
@@ -83,12 +83,16 @@ def settings(args: Any) -> dict[str, Any]:
     return {name: getattr(args, name, None) for name in _SETTINGS}
 
 
-def changed_settings(args: Any, held: dict[str, Any]) -> Iterator[tuple[str, bool]]:
-    """One line for each argument that has changed, and whether training goes on with the new value."""
+def changed_settings(args: Any, held: dict[str, Any], override: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    """One line for each argument that has changed, and whether training goes on with the new value.
+
+    Of hyperparameters in `override` the session says so.
+    """
+    taken = {"learning_rate" if name == "lr" else name for name in override}
     for name, new in settings(args).items():
-        if name in held and held[name] != new:
+        if name in held and held[name] != new and name not in taken:
             line = _CHANGED.format(name=name, old=held[name], new=new)
-            yield (f"{line}: the held state goes on with its own", False) if name in _OF_STATE else (line, True)
+            yield (f"{line}: the held state goes on with its own", False) if name in OF_STATE else (line, True)
 
 
 def inexact(trainer: Any) -> Iterator[str]:

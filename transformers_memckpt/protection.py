@@ -295,7 +295,8 @@ class Protection:
                 f"expected gradient_accumulation_steps={state['settings']['gradient_accumulation_steps']}, as in the "
                 f"run that is continued, found {steps}, and {state['batches']} trained batches are no multiple of it"
             )
-        for line, used in notes.changed_settings(trainer.args, state["settings"]):
+        override = self._arguments.config.override
+        for line, used in notes.changed_settings(trainer.args, state["settings"], override):
             (self._inexact if used else self._messages.warn)(line)
         for name, value in self._states.lost_schedule(state["states"]).items():
             self._inexact(f"state.{name} had become {value}, and is {getattr(trainer.state, name)} now")

@@ -16,6 +16,7 @@ from memckpt.capture import data as dataloader
 from memckpt.capture.beside.attributes import modules_beside
 from memckpt.capture.beside.param_groups import scaler_state
 from memckpt.errors import UnsupportedStateError
+from transformers_memckpt import notes
 
 # Fields of TrainerState that training changes.
 _STATE = (
@@ -215,7 +216,9 @@ def check_parts(state: Mapping[str, Any]) -> dict[tuple[ComparedKind, str], Any]
             state["loader"]["position"], between_passes=state["loader"]["between"]
         ),
         ("data position", "epoch"): {name: state[name] for name in ("epoch", "batches", "stopped")},
-        ("hyperparameters", "arguments"): state["settings"],
+        ("hyperparameters", "arguments"): {
+            name: one for name, one in state["settings"].items() if name not in notes.OF_STATE
+        },
         ("hyperparameters", "LR scheduler"): states["scheduler"],
         ("hyperparameters", "gradient scaler"): states["scaler"],
         ("logged values", "loss"): {"since the last log": states["loss"], **states["trainer"]},

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from memckpt.config.checks import Checked, Count, NotNegative, Port, Positive, Share, Text, require
+from memckpt.config.checks import Checked, Count, Names, NotNegative, Port, Positive, Share, Text, require
 from memckpt.errors import ConfigurationError
 
 RedoMode = Literal["eager", "lazy", "snapshot"]
@@ -309,6 +309,8 @@ class MemckptConfig(Checked):
             of all of it: memory and copies are divided by the number of nodes, and a lost node's slice comes from peers
             or storage. ``"auto"``: with peers, and three nodes or more. It takes optimizers of torch that are
             element-wise.
+        override: names of hyperparameters of parameter groups, such as ``("lr",)``, which a resume takes from the
+            script where it has changed them, also in schedules. That resume is not exact; later ones keep them.
         log_metrics: figures of the protection that go to the framework's loggers (TensorBoard, CSV, W&B, trackers):
             ``"main"``: four of them, ``"all"``, or ``"none"``.
     """
@@ -328,6 +330,7 @@ class MemckptConfig(Checked):
     audit_budget: Annotated[float, Meta(ge=0, le=1)] = 0.01
     mtbf_seconds: Annotated[float, Meta(ge=1, le=3.2e9)] | None = None
     accept_changes: bool = False
+    override: Names = ()
     log_metrics: LogMetricsChoice = "main"
     slices: SlicesChoice = "auto"
 

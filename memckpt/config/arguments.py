@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, run_dir: str | None = None
         help=f"{_RESUME_HELP} (default: {RESUME}, or auto)",
     )
     for setting in describe_settings():
-        default = "none" if setting.default is None else setting.default
+        default = "none" if setting.default in (None, ()) else setting.default
         condition = f"with {' or '.join(setting.variants)}; " if setting.variants else ""
         group.add_argument(
             setting.option,

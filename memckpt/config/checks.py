@@ -19,6 +19,7 @@ NotNegative = Annotated[float, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
+Names = tuple[Text, ...]
 
 _NONE = ("none", "null")
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
@@ -74,10 +75,11 @@ def _converted(name: str, hint: Any, value: Any) -> Any:
 def parse_text(hint: Any, text: str) -> Any:
     """The value of a setting from a text; ``none`` is None where it may be None. Raises ConfigurationError."""
     (kind,), optional = alternatives(hint)
-    if optional and text.lower() in _NONE:
-        return None
+    several, none = typing.get_origin(kind) is tuple, text.lower() in _NONE
+    if none and (optional or several):
+        return () if several else None
     try:
-        return msgspec.convert(text, kind, strict=False)
+        return msgspec.convert(text.split(",") if several else text, kind, strict=False)
     except msgspec.ValidationError:
         raise ConfigurationError(f"expected {expected_of(hint, text=True)}, found {text!r}") from None
 
@@ -86,6 +88,8 @@ def expected_of(hint: Any, *, text: bool = False) -> str:
     """The values that a setting takes, in words; `text`: as on a command line and in the environment."""
     kinds, optional = alternatives(hint)
     words = _words(kinds[0])
+    if typing.get_origin(kinds[0]) is tuple:
+        words = "names, separated by commas" if text else "a tuple of names"
     if not words:
         words = one_of([each.__name__ for each in kinds])
         words = f"{'an' if words[0] in 'AEIOU' else 'a'} {words}"

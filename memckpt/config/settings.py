@@ -41,11 +41,14 @@ class Setting:
 
     @property
     def kind(self) -> type | None:
-        """bool, int, float or str; None: a part of the tree."""
+        """bool, int, float or str (also for names); None: a part of the tree."""
         if self.is_part:
             return None
         inner = alternatives(self.hint)[0][0]
-        return str if self.choices else typing.get_args(inner)[0] if typing.get_args(inner) else inner
+        if self.choices or typing.get_origin(inner) is tuple:
+            return str
+        kind: type = typing.get_args(inner)[0] if typing.get_args(inner) else inner
+        return kind
 
     @property
     def part(self) -> str:

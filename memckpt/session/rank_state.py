@@ -72,9 +72,10 @@ class RankState:
     Attributes:
         unrepeatable: why repeating the current record would repeat more than a step, in words; empty if it would not.
         never_repeatable: the same of all steps of this attempt.
+        made: settings of optimizers and schedules that the run began with.
     """
 
-    def __init__(self, live: LiveState, copier: Copier) -> None:
+    def __init__(self, live: LiveState, copier: Copier, override: Sequence[str] = ()) -> None:
         self._live = live
         self._copier = copier
         self._captures: dict[str, Callable[[], Any]] = {}
@@ -109,8 +110,8 @@ class RankState:
             self.inexact,
         )
         metrics = MetricStates(lambda: live.tree.metrics, lambda: live.tree.modules_now(), self.inexact)
-        self._made = MadeSettings(live)
-        for name, each in ((OBJECTS, self._found), (METRICS, metrics), (MADE, self._made)):
+        self.made = MadeSettings(live, override)
+        for name, each in ((OBJECTS, self._found), (METRICS, metrics), (MADE, self.made)):
             self.register(name, each, parts=_by_name)
 
     def inexact(self, reason: str) -> None:
@@ -190,7 +191,7 @@ class RankState:
             )
         carrier = as_stateful(name, obj, attributes)
         if isinstance(obj, LRScheduler) and not attributes:
-            self._made.note_schedule(name, obj)
+            self.made.note_schedule(name, obj)
         self.elsewhere.append(carrier.objects if attributes else lambda: (obj,))
         scales = isinstance(obj, torch.amp.GradScaler)
         self.provide(name, functools.partial(scaler_state, obj) if scales else carrier.state_dict, parts)

@@ -58,6 +58,7 @@ from memckpt.session.ranks import (
     refuse_join_context,
     refuse_unordered,
 )
+from memckpt.session.resume.chosen import ChosenInMemory
 from memckpt.session.resume.first_steps import FirstSteps
 from memckpt.session.resume.proven import ProvenEnvironments
 from memckpt.session.resume.report import VERDICT_VALUES, HeldState, RestoreReport, ResumeCheck, describe_protection
@@ -227,7 +228,7 @@ class Session:
         on_accelerator = training.device.type != "cpu"
         self._link = link = AgentLink(AgentAddress.of(run_dir), ranks, config, on_accelerator)
         # What a record consists of.
-        self._rank_state = rank_state = RankState(live, self._copier)
+        self._rank_state = rank_state = RankState(live, self._copier, config.override)
         self._loop = Loop(rank_state, ranks, self._go_live)
         changes = Changes(self._recorder, live)
         self._staging = staging = Staging(training, changes)
@@ -381,6 +382,10 @@ class Session:
         report = self._compression.restored(report, chosen.held.rank_state)
         self._rank_state.add_to_report = report.because
         self._rank_state.load([OBJECTS, METRICS, MADE], chosen.held.rank_state)
+        report.because(*(overridden := self._rank_state.made.overridden))
+        if overridden and isinstance(chosen, ChosenInMemory) and chosen.following:
+            chosen.following = {}
+            self.check.repeat_nothing("it was taken with other hyperparameters")
         self._tap.reinstall()  # parameters may have been unfrozen when the dead attempt ended
         if self._ranks.rank == 0:
             what = report.step, report.record, report.tier, round(report.seconds, 3), report.steps_lost
@@ -405,7 +410,8 @@ class Session:
                 f"resume='exact': expected to go on exactly behind step {report.step}, found: {found}. {kept} still "
                 "there: resume='auto' goes on all the same, resume=STEP from an older step, resume='never' anew"
             )
-        self._rank_state.accept(reasons)
+        # Later resumes go on exactly with what this one has overridden.
+        self._rank_state.accept(one for one in reasons if one not in self._rank_state.made.overridden)
 
     def restore_rng(self) -> None:
         """Restore the RNG states of torch, numpy and python; the last call before training goes on."""
@@ -422,6 +428,8 @@ class Session:
             self._go_live()
         else:
             self._has_continued = True
+            if self._first_steps.repetition is None:
+                self._rank_state.made.override()
             self._rank_state.note_settings()
             self._resumption.restore_rng()
 
@@ -618,6 +626,7 @@ class Session:
             except AgentGoneError as error:
                 lost = str(error)
         self._first_steps.tell_verdict()
+        self._rank_state.made.override()
         if self.check.verdict == "equal":
             self._loop.prove()
         if lost:

@@ -85,6 +85,7 @@ def test_every_setting_can_be_overridden() -> None:
         storage=StorageConfig(url="s3://b/r"),
     )
     assert protection("+memckpt=default", "memckpt.storage=null").config.storage is None
+    assert protection("+memckpt=default", "memckpt.override=[lr,betas]").config.override == ("lr", "betas")
 
 
 @pytest.mark.thinned(4)

@@ -61,6 +61,8 @@ def other_value(setting: Setting) -> Any:
         return not default
     if kind is float:
         return 5.5 if default is None else default / 2
+    if type(default) is tuple:
+        return ("other",)
     return "other" if kind is str else 5 if default is None else default + 1
 
 
@@ -109,7 +111,7 @@ def test_every_field_of_every_dataclass_is_an_option() -> None:
 @pytest.mark.parametrize("setting", VALUES, ids=lambda setting: setting.path)
 def test_each_option_and_each_variable_sets_its_field_and_no_other(setting: Setting) -> None:
     value = other_value(setting)
-    text = str(value).lower() if setting.kind is bool else str(value)
+    text = ",".join(value) if type(value) is tuple else str(value).lower() if setting.kind is bool else str(value)
     part = setting.part if setting.variants else "peers"
     for variant in setting.variants or ("none",):
         found = parse("--run-dir", "x", setting.option, text, f"--memckpt-{part}", variant).config
@@ -197,6 +199,7 @@ def test_the_help_says_of_which_variant_an_option_is() -> None:
         ("snapshot_every_steps", "none", "expected a whole number, 1 to 1000000, found 'none'"),
         ("slots", "1", "expected a whole number, 2 to 64, or 'none', found '1'"),
         ("accept_changes", "perhaps", "expected true or false, found 'perhaps'"),
+        ("override", "lr,", "expected names, separated by commas, found 'lr,'"),
         ("agent.threads", "0", "expected a whole number, 1 or more, found '0'"),
         ("storage", "s3://b", "expected on, off or none, found 's3://b'"),
         ("storage.url", "", "expected a text, not empty, or 'none', found ''"),
@@ -343,6 +346,16 @@ def test_an_empty_run_directory_is_named_and_is_not_the_current_one() -> None:
 def test_a_wrong_mapping_is_refused_by_name(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         from_mapping(values)
+
+
+def test_names_come_as_a_list_and_as_words() -> None:
+    expected = MemckptConfig(override=("lr", "betas"))
+    assert from_mapping({"override": ["lr", "betas"]}) == expected
+    assert config_from_environment({"MEMCKPT_OVERRIDE": "lr,betas"}) == expected
+    assert config_from_environment({"MEMCKPT_OVERRIDE": "none"}) == MemckptConfig()
+    assert _cli_config("override=[lr,betas]") == expected
+    with pytest.raises(ConfigurationError, match="override: expected a tuple of names, found 'lr'"):
+        MemckptConfig(override="lr")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("peers", [None, ErasureConfig(data=4, host="eth0")])

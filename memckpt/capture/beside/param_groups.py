@@ -5,18 +5,21 @@ Frameworks change these by themselves, and a resume has to restore them.
 
 from __future__ import annotations
 
+import copy
+import gc
 import logging
+import warnings
 from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from memckpt.capture.beside.attributes import same
 from memckpt.capture.live_state import LiveState
-from memckpt.errors import ForeignStateError
+from memckpt.errors import ConfigurationError, ForeignStateError
 from memckpt.state import codec
 from memckpt.state.captured import filled
 from memckpt.state.optimizers import hyperparameters, odd_hyperparameters
@@ -86,6 +89,8 @@ def describe_trainable(live: LiveState) -> dict[str, bool]:
 
 
 _PLAIN = (int, float, bool, str)
+#: OneCycleLR computes the first from the others.
+_RATES = ("lr", "max_lr", "min_lr")
 
 
 def _plain_of(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,22 +110,44 @@ class MadeSettings:
     """Settings of optimizers and registered schedules as the script made them when the run began.
 
     A start of the script with others goes on with the run's own, as its groups and states are restored. That is said.
+    Of hyperparameters that are named in `override` :meth:`override` takes the script's, once for each change there.
+
+    Attributes:
+        overridden: what is taken, in words; empty if nothing is.
     """
 
-    def __init__(self, live: LiveState) -> None:
+    def __init__(self, live: LiveState, override: Sequence[str] = ()) -> None:
+        self._live = live
+        self._named = {*override, *(_RATES if "lr" in override else ())}
         #: By owner, in words. Empty for what has trained before: its settings are no longer those that it began with.
         self._made: dict[str, dict[str, Any]] = {}
-        if any(optimizer.state for optimizer in live.optimizers):
-            return
-        for number, optimizer in enumerate(live.optimizers):
-            name = type(optimizer).__qualname__ + (f" {number}" if len(live.optimizers) > 1 else "")
+        #: Optimizer and group, by owner.
+        self._groups: dict[str, tuple[Optimizer, int]] = {}
+        #: Owner and name of what is to be taken, the script's value and the run's, and all that in words.
+        self._taken: list[tuple[str, str, Any, Any, str]] = []
+        self.overridden: tuple[str, ...] = ()
+        if not any(optimizer.state for optimizer in live.optimizers):
+            self._note_groups()
+        known = sorted({key for made in self._made.values() for key in made})
+        if unknown := sorted({*override}.difference(known)):
+            names = ", ".join(known) or "none, as the optimizers have trained before attach()"
+            raise ConfigurationError(f"override: expected names of hyperparameters ({names}), found {unknown[0]!r}")
+
+    def _note_groups(self) -> None:
+        for number, optimizer in enumerate(self._live.optimizers):
+            name = type(optimizer).__qualname__ + (f" {number}" if len(self._live.optimizers) > 1 else "")
             for index, group in enumerate(optimizer.param_groups):
                 owner = f"{name}, group {index}" if len(optimizer.param_groups) > 1 else name
-                self._made[owner] = _plain_of({key: group[key] for key in group if key != "initial_lr"})
+                # A schedule begins from that, and may have changed `lr`.
+                base = {"lr": group["initial_lr"]} if "initial_lr" in group else {}
+                self._made[owner] = _plain_of({key: (group | base)[key] for key in group if key != "initial_lr"})
+                self._groups[owner] = optimizer, index
 
     def note_schedule(self, name: str, schedule: LRScheduler) -> None:
         """Note a schedule that is registered by this name, unless it has been stepped."""
         if schedule.last_epoch == 0:
+            if self._groups:
+                self._note_groups()
             self._made[f"the {type(schedule).__qualname__} {name!r}"] = _plain_of(vars(schedule))
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
@@ -129,20 +156,54 @@ class MadeSettings:
     def load_state_dict(self, began: dict[str, dict[str, Any]]) -> None:
         """Keep those of the beginning, and warn of others."""
         other = [
-            f"{key}={_in_words(ours[key])} of {owner} (the run: {_in_words(theirs[key])})"
+            (owner, key, one, two, f"{key}={_in_words(one)} of {owner} (the run: {_in_words(two)})")
             for owner, theirs in began.items()
             if (ours := self._made.get(owner)) is not None
-            for key in theirs.keys() & ours.keys()
-            if not same(ours[key], theirs[key])
+            for key in sorted(theirs.keys() & ours.keys())
+            if not same(one := ours[key], two := theirs[key])
         ]
         self._made = began
-        if other:
+        if taken := [each for each in other if each[0] in self._groups and each[1] in self._named]:
+            self._taken = taken
+            self.overridden = (f"override takes the script's {', '.join(each[-1] for each in taken)}",)
+        if left := [each[-1] for each in other if each not in taken]:
             _log.warning(
                 "memckpt: the script makes other settings than this run began with, and the run's own go on: %s. To "
-                "train on with others set them behind the restore, which is named as not exact; resume='never' starts "
-                "over",
-                ", ".join(sorted(other)),
+                "train on with the script's name hyperparameters in override, as in MEMCKPT_OVERRIDE=lr; "
+                "resume='never' starts over",
+                ", ".join(left),
             )
+
+    def override(self) -> None:
+        """Take the script's hyperparameters; behind the restore and the repeated step, which have the run's."""
+        taken, self._taken = self._taken, []
+        schedules = [one for one in gc.get_objects() if taken and issubclass(type(one), LRScheduler)]
+        self._made = copy.deepcopy(self._made)
+        for owner, key, ours, _, _ in sorted(taken, key=lambda one: one[1] == "lr"):  # which depends on others
+            (optimizer, index), made = self._groups[owner], self._made[owner]
+            group, base, made[key] = optimizer.param_groups[index], made.get("lr"), ours
+            group.update({} if key == "lr" else {key: ours})
+            if base is not None and key in _RATES:
+                group["lr"] = _move_schedules(schedules, optimizer, index, made["lr"], base)
+
+
+def _move_schedules(schedules: Sequence[Any], optimizer: Optimizer, index: int, new: float, old: float) -> float:
+    """Have schedules of a group go on as if they had begun from `new` in place of `old`; returns the rate now."""
+    groups = optimizer.param_groups
+    own = [each for each in schedules if getattr(each.__dict__.get("optimizer"), "param_groups", None) is groups]
+    own = [each for each in own if hasattr(each, "base_lrs")]  # ReduceLROnPlateau and ChainedScheduler have none
+    if not own:
+        return new
+    groups[index]["initial_lr"] = new
+    for each in own:
+        each.base_lrs = [new if number == index else base for number, base in enumerate(each.base_lrs)]
+    for each in own:
+        if isinstance(each, OneCycleLR):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # it expects to be asked in its step only
+                return float(each.get_lr()[index])
+    floor = sum(getattr(each, "eta_min", 0.0) for each in own if each.last_epoch > 0)  # to which annealing adds
+    return new if old == floor else floor + (groups[index]["lr"] - floor) * (new - floor) / (old - floor)
 
 
 #: Place of a tensor in the groups: optimizer, group, key.
