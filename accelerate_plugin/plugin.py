@@ -17,7 +17,8 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import accelerate
@@ -111,6 +112,8 @@ class MemCheckpointPlugin:
         #: Batches of an accumulation, as this attempt began.
         self._accumulation = 1
         self._handles: list[Any] = []
+        #: What stood in the Accelerator's place of its method `log`.
+        self._own_log: Any = None
         #: As :func:`begun_loaders` found it in the killed process.
         self._begun_before: Sequence[Any] = ()
 
@@ -178,6 +181,9 @@ class MemCheckpointPlugin:
             self.accelerator.register_save_state_pre_hook(lambda *_: session.unrepeatable("save_state() ran in it")),
             self.accelerator.register_load_state_pre_hook(lambda *_: session.unrepeatable("load_state() ran in it")),
         ]
+        own = vars(self.accelerator)
+        self._own_log = own.get("log")
+        own["log"] = partial(self._note_logged, self.accelerator.log)
         self._followers.follow(prepared.loaders)
         self._messages.inform(session.describe().removeprefix("memckpt: "))
         self._look_at_loaders()
@@ -313,6 +319,11 @@ class MemCheckpointPlugin:
         if metrics := session.logger_metrics():
             self.accelerator.log(metrics, step=self._step)
 
+    def _note_logged(self, original: Callable[..., Any], values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if self._session is not None:
+            self._session.log(values)
+        original(values, *args, **kwargs)
+
     def _warn_inexact(self, line: str | None) -> None:
         if line is not None and self._session is not None:
             self._session.inexact(line)
@@ -437,6 +448,9 @@ class MemCheckpointPlugin:
             self._restore_once()  # the loop had no step left
         self._closed = True
         self._watch.remove()
+        vars(self.accelerator).pop("log", None)
+        if self._own_log is not None:
+            vars(self.accelerator)["log"] = self._own_log
         for handle in self._handles:
             handle.remove()
         self._handles = []

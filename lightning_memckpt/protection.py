@@ -218,6 +218,8 @@ class Protection:
         session, fit_state = self._active()
         self._shadows.follow(self._pl_module, "on_train_batch_end", self._after_batch)
         self._loaders.training = True
+        for logger in self._trainer.loggers:
+            self._shadows.put(logger, "log_metrics", partial(self._note_logged, session))
         fit_state.look_again()
         self._messages.inform(session.describe().removeprefix("memckpt: "))
         fit_state.check()
@@ -267,11 +269,20 @@ class Protection:
         """Log to the loggers directly: self.log() would change callback_metrics, which training may depend on."""
         trainer = self._trainer
         step = self._internals.logger_axis_step
-        if not trainer.loggers or not trainer.log_every_n_steps or (step + 1) % trainer.log_every_n_steps:
+        if not trainer.log_every_n_steps or (step + 1) % trainer.log_every_n_steps:
+            return
+        if not trainer.loggers:
+            session.log(trainer.callback_metrics)
             return
         metrics = session.logger_metrics()
         for logger in trainer.loggers if metrics else ():
             logger.log_metrics(metrics, step=step)
+
+    @staticmethod
+    def _note_logged(session: memckpt.Session, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Note what goes to a logger: by now Lightning has read it from its device."""
+        session.log(kwargs["metrics"] if "metrics" in kwargs else args[0])
+        return original(*args, **kwargs)
 
     # --- the end --------------------------------------------------------------------------------------------
 

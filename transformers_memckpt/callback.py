@@ -143,8 +143,10 @@ class MemCheckpointTrainerCallback(TrainerCallback):
         **_: Any,
     ) -> None:
         """Add our metrics to those that trackers report; `log_history` has its copy already."""
-        if self._protection is not None and logs is not None and "loss" in logs:
-            logs.update(self._protection.metrics())
+        if self._protection is not None and logs is not None:
+            self._protection.log(logs)
+            if "loss" in logs:
+                logs.update(self._protection.metrics())
 
 
 class _UnprintedFigures(TrainerCallback):

@@ -432,6 +432,11 @@ class Protection:
         for name in beside(self._trainer).keys() - self._beside.keys():
             self._inexact(f"the module {name} was made after train() began and is not carried; make it before")
 
+    def log(self, logs: dict[str, Any]) -> None:
+        """Note what the Trainer logs."""
+        if self._session is not None:
+            self._session.log(logs)
+
     def metrics(self) -> dict[str, float]:
         """The session's metrics for loggers; empty before it begins."""
         return self._session.logger_metrics() if self._session is not None else {}

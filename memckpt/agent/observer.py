@@ -97,6 +97,7 @@ class Observer:
         #: As far as the last sample counted: commits, and their stalls; and the longest stall since.
         self._commits, self._stalled_ms, self._longest_ms = 0, 0.0, 0.0
         self._drift_ulp = 0.0
+        self._logged: dict[str, float] = {}  #: learning rate and losses since the last sample
         self._memory, self._peers, self._storage = (
             Tier(name, self.note_event, clock) for name in ("memory", "peers", "storage")
         )
@@ -161,6 +162,8 @@ class Observer:
                 self._step_ended(message.step)
             case said.Note():
                 self.note_event(message.event)
+            case said.TrainingFigures():
+                self._logged.update(message.values)
             case said.Checked():
                 self.figures.check, self.figures.verdict = message.line, message.verdict
                 self.note_event(journal.ResumeChecked(message.verdict, message.line))
@@ -305,8 +308,10 @@ class Observer:
                 peers_bytes=peers.held_bytes if peers is not None else 0,
                 agent_bytes=resident_bytes(),
                 sent_bytes=peers.bytes_sent if peers is not None else 0,
+                logged=self._logged,
             )
         )
+        self._logged = {}
         self._commits, self._stalled_ms, self._longest_ms = figures.commits, figures.stalled_ms, 0.0
 
 

@@ -360,7 +360,7 @@ class Agent:
             case said.Checked():
                 level = logging.WARNING if message.verdict == "different" else logging.INFO
                 _log.log(level, "resume check: %s", message.line)
-            case said.Note():
+            case said.Note() | said.TrainingFigures():
                 pass  # the observer has heard it
             case SaveRecord():
                 self._save_record(connection, message)

@@ -268,6 +268,9 @@ class Sample(Event, frozen=True, tag="sample"):
     peers_bytes: int  #: memory of other nodes' records here
     agent_bytes: int  #: the agent's own resident memory
     sent_bytes: int  #: bytes sent to peers in this attempt
+    logged: dict[
+        str, float
+    ] = {}  #: learning rate (``lr``) and losses that came since the last sample, the newest of each
 
 
 class Lost(Event, frozen=True, tag="lost"):

@@ -15,7 +15,7 @@ from memckpt.state.records import HeldRecords, RankGroup, Timeline
 from memckpt.state.spec import StateSpec
 
 #: Bumped whenever a message changes; both sides refuse another one.
-PROTOCOL_VERSION = 30
+PROTOCOL_VERSION = 31
 
 
 class Launcher(msgspec.Struct, frozen=True, array_like=True):
@@ -143,6 +143,12 @@ class Note(msgspec.Struct, frozen=True, tag="note"):
     """Something for the run's journal that only a trainer knows of."""
 
     event: TrainerEvent
+
+
+class TrainingFigures(msgspec.Struct, frozen=True, tag="figures"):
+    """From rank 0, each second at most: learning rate (``lr``) and losses, by name."""
+
+    values: dict[str, float]
 
 
 class Arithmetic(msgspec.Struct, frozen=True, array_like=True):
@@ -306,7 +312,7 @@ class HoldingOn(msgspec.Struct, frozen=True, tag="holding"):
 
 
 TrainerToAgent = (
-    Hello | Prepare | NeedSlots | Resume | Checked | Note | Observed | Configure | GenerationCommit |
+    Hello | Prepare | NeedSlots | Resume | Checked | Note | TrainingFigures | Observed | Configure | GenerationCommit |
     Commit | Void | NeedGeneration | Preempted | Goodbye
 )  # fmt: skip
 AgentToTrainer = (

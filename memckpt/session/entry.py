@@ -133,7 +133,7 @@ class DisabledSession(Session):
 
     def _do_nothing(self, *_: Any, **__: Any) -> None: ...
 
-    provide = unrepeatable = register = inexact = carried = announce_accumulation = _do_nothing
+    provide = unrepeatable = register = inexact = carried = announce_accumulation = log = _do_nothing
     restore = restore_tensors = restore_rng = _do_nothing
     held = report = stored_step = agent_pid = None
     mode: RedoMode = "lazy"

@@ -286,9 +286,13 @@ class AgentLink:
 
     def tell_journal(self, event: TrainerEvent) -> None:
         """Tell the run's journal; nothing happens where there is no agent."""
+        self.tell(trainer.Note(event))
+
+    def tell(self, message: TrainerToAgent) -> None:
+        """Send a message that may be lost."""
         if self._connection is not None:
             with contextlib.suppress(AgentGoneError):  # the next commit finds that, and says so
-                self._connection.send(trainer.Note(event))
+                self._connection.send(message)
 
     def tell_preempted(self) -> None:
         """Tell the agent that this rank got SIGTERM. Called from a signal handler."""

@@ -36,10 +36,10 @@ Follow = Annotated[
 def report(run: Run, to: To = None, url: Url = None, follow: Follow = None, as_json: AsJson = False) -> None:
     """Write the story of a run as one page of HTML that needs nothing else.
 
-    Attempts, failures and recoveries, the newest step of each tier over time, stalls, drift, memory, bytes, checkpoints
-    kept, and the goodput measured beside the plan's. Read from the journals in the run directory and from storage; no
-    agent need live. With --json the numbers, and no page unless --to names one. Exit status 11 if there is no journal
-    of a training.
+    Attempts, failures and recoveries, the newest step of each tier over time, loss and learning rate, stalls, drift,
+    memory, bytes, checkpoints kept, and the goodput measured beside the plan's. Read from the journals in the run
+    directory and from storage; no agent need live. With --json the numbers, and no page unless --to names one. Exit
+    status 11 if there is no journal of a training.
     """
     from memckpt_tools.report.page import in_json
     from memckpt_tools.report.story import measure

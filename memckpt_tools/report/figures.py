@@ -70,6 +70,10 @@ def pictures(story: Story, goodput: Goodput) -> Iterator[Picture]:
          "falls, a restore went back.")),
         (len(samples) > 1, "speed", _speed, 2.0, "Steps a second",
          "Steps a second between two samples of one attempt, with all that a step waits for."),
+        (any(_losses(story)), "loss", _loss, 2.4, "Loss",
+         "What the script has logged under a name with loss, of which the newest value is sampled every few seconds."),
+        (any("lr" in sample.logged for sample in samples), "rate", _rate, 2.0, "Learning rate",
+         "The learning rate of the first parameter group."),
         (any(sample.stored_step is not None for sample in samples), "behind", _behind, 2.0,
          "Steps that storage did not have",
          "Steps by which storage was behind memory: what a loss of all nodes would have cost."),
@@ -267,6 +271,36 @@ def _speed(axes: Any, theme: Theme, story: Story, goodput: Goodput) -> None:
         if rates:
             _line(axes, rates, color=theme.blue)
     _over_time(axes, theme, story, "steps a second")
+
+
+def _losses(story: Story) -> list[str]:
+    """Names of the losses that were logged, in the order in which they came."""
+    return [name for name in dict.fromkeys(name for _, _, one in story.samples for name in one.logged) if name != "lr"]
+
+
+def _loss(axes: Any, theme: Theme, story: Story, goodput: Goodput) -> None:
+    colors = itertools.cycle((theme.blue, theme.orange, theme.green, theme.violet))
+    for name, color in zip(_losses(story), colors, strict=False):
+        _logged(axes, story, name, color, name)
+    _mark_failures(axes, theme, story)
+    axes.set_ylabel("loss")
+    _over_time(axes, theme, story)
+
+
+def _rate(axes: Any, theme: Theme, story: Story, goodput: Goodput) -> None:
+    _logged(axes, story, "lr", theme.blue)
+    _over_time(axes, theme, story, "rate")
+
+
+def _logged(axes: Any, story: Story, name: str, color: str, label: str | None = None) -> None:
+    """A line for each attempt: behind a restore values may come again."""
+    for position in range(len(story.attempts)):
+        known = [
+            (at, one.logged[name]) for at, number, one in story.samples if number == position and name in one.logged
+        ]
+        if known:
+            _line(axes, known, color=color, label=label)
+            label = None
 
 
 def _behind(axes: Any, theme: Theme, story: Story, goodput: Goodput) -> None:

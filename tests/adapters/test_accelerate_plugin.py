@@ -350,6 +350,23 @@ def test_trackers_get_the_metrics(lab: Lab, every: int | None, logs: str) -> Non
     ckpt.close()
 
 
+@in_a_child
+def test_losses_that_are_logged_are_noted(lab: Lab) -> None:
+    rows = Rows()
+    ckpt = plugin(lab, log_every=None, accelerator={"log_with": [rows]})
+    ckpt.accelerator.init_trackers("project")
+    ckpt.prepare(*objects())
+    noted: list[Any] = []
+    assert ckpt._session is not None
+    ckpt._session.log = noted.append  # type: ignore[method-assign]
+    ckpt.accelerator.log({"loss": 0.5}, step=3)
+    ckpt.close()
+    ckpt.accelerator.log({"loss": 0.25}, step=4)
+    assert noted == [{"loss": 0.5}]
+    assert rows.rows == [(3, {"loss": 0.5}), (4, {"loss": 0.25})]
+    assert "log" not in vars(ckpt.accelerator)
+
+
 # What is left
 
 

@@ -451,6 +451,18 @@ def test_metrics_go_to_the_loggers_only(tmp_path: Path, sessions: Sessions) -> N
     assert not any("memckpt" in name for name in (*fitted.callback_metrics, *fitted.logged_metrics))
 
 
+@pytest.mark.parametrize("has_logger", [False, True])
+def test_losses_that_are_logged_are_noted(tmp_path: Path, sessions: Sessions, has_logger: bool) -> None:
+    logger = CSVLogger(tmp_path / "csv") if has_logger else False
+    fitted = trainer(tmp_path, MemCheckpoint(tmp_path / "run"), logger=logger, log_every_n_steps=4)
+    fitted.fit(Small(), loader())
+    noted = [values["loss"] for values in sessions.made[0].logged if "loss" in values]
+    assert len(noted) == 2
+    assert all(isinstance(each, float if has_logger else torch.Tensor) for each in noted)
+    if logger:
+        assert "log_metrics" not in vars(logger)
+
+
 def test_metrics_that_nobody_wants_are_not_logged(tmp_path: Path, sessions: Sessions) -> None:
     callback = MemCheckpoint(tmp_path / "run", config=memckpt.MemckptConfig(log_metrics="none"))
     trainer(tmp_path, callback, logger=CSVLogger(tmp_path / "csv"), log_every_n_steps=2).fit(Small(), loader())

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import memckpt
 from memckpt.compression import CompressionConfig, HalfPrecision, RandomK
 from memckpt.config import StorageConfig
 from memckpt.config.arguments import DISABLE
@@ -370,6 +371,15 @@ def test_nothing_is_refused_where_protection_is_disabled(trainings: Trainings, m
     monkeypatch.setenv(DISABLE, "1")
     alone = trainings.run(Case("dispatched", {"max_steps": 4}, stream=True), settings())
     assert alone.codes == [0], alone.log
+
+
+def test_losses_that_are_logged_are_noted(trainings: Trainings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memckpt.Session, "log", lambda session, logs: print("noted", sorted(logs)))
+    ended = trainings.run(Case("plain", {"num_train_epochs": 1}), settings())
+    assert ended.codes == [0], ended.log
+    noted = [line for line in ended.log.splitlines() if line.startswith("noted ")]
+    assert any("'loss'" in line for line in noted)
+    assert not any("memckpt/" in line for line in noted)
 
 
 @pytest.mark.parametrize(("choice", "number"), [("main", 4), ("all", 14), ("none", 0)])

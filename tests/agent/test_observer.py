@@ -34,7 +34,7 @@ from memckpt.processes.address import AgentAddress
 from memckpt.processes.attempt import Attempt, TrainerHandle
 from memckpt.protocol.status import PeersStatus, Status, StorageStatus
 from memckpt.protocol.storing import Saved, SaveFailed
-from memckpt.protocol.trainer import Alarm, Commit, Configure, Credit, Drift, Gap, Launcher, Protected
+from memckpt.protocol.trainer import Alarm, Commit, Configure, Credit, Drift, Gap, Launcher, Protected, TrainingFigures
 from memckpt.state.records import Timeline
 from tests.support.monitoring.statuses import an_agent, some_peers
 
@@ -206,6 +206,17 @@ def test_samples_become_rare(run: Run) -> None:
     assert (samples[0].commits, samples[0].stall_ms, samples[0].longest_stall_ms) == (3, 3.0, 4.5)
     assert (samples[1].commits, samples[1].stall_ms, samples[1].longest_stall_ms) == (0, None, 0.0)
     assert samples[0].agent_bytes > 0
+
+
+def test_a_sample_has_the_newest_of_what_was_logged_since_the_last_one(run: Run) -> None:
+    run.begin()
+    run.after(1)
+    for step in range(1, 4):
+        run.says(TrainingFigures({"lr": 0.1, "loss": 1.0 / step}))
+    run.says(TrainingFigures({"lr": 0.2}))
+    run.after(10)
+    logged = [one.logged for one in run.events() if isinstance(one, Sample)]
+    assert logged == [{}, {"lr": 0.2, "loss": 1.0 / 3}, {}]
 
 
 def test_the_agent_is_woken_by_the_clock_while_trainers_are_here_only(run: Run) -> None:

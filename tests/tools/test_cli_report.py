@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import html.parser
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from memckpt.config import StorageConfig
 from memckpt.errors import AgentNotFoundError, StorageError
 from memckpt.journal import events as journal
+from memckpt_tools.report.figures import pictures
 from memckpt_tools.report.page import _failures
 from memckpt_tools.report.story import measure, tell
 from tests.support.monitoring.reports import Told, everything, write
@@ -233,13 +236,45 @@ def test_the_page_needs_nothing_else_and_shows_everything(tmp_path: Path) -> Non
     assert page.open == []
     assert all(address.startswith("data:") for address in page.addresses), "nothing is loaded from elsewhere"
     assert 'http-equiv="Content-Security-Policy" content="default-src \'none\'' in source
-    assert {"timeline", "time", "steps", "speed", "stall", "replica", "memory", "bytes", "failures"} <= set(page.ids)
+    assert {
+        "timeline",
+        "time",
+        "steps",
+        "loss",
+        "rate",
+        "speed",
+        "stall",
+        "replica",
+        "memory",
+        "bytes",
+        "failures",
+    } <= set(page.ids)
     assert "<b>silent" not in source
     assert "&lt;b&gt;silent" in source
     assert "a &lt;run&gt;" in source
     shown = re.sub(r"<[^>]*>", " ", re.sub(r"data:[^\"]*", "", source))
     for words in ("ranks 0-1 on a", "agent pid 4 on a was killed", "eager → lazy", "recovered step 60 from local"):
         assert words in shown
+
+
+def drawn(told: Told) -> dict[str, str]:
+    """The figures of a run, wide and light."""
+    story = tell(told.entries)
+    encoded = {one.name: one.sources["light"]["wide"] for one in pictures(story, measure(story))}
+    return {name: base64.b64decode(url.partition(",")[2]).decode() for name, url in encoded.items()}
+
+
+def test_losses_and_rate_are_drawn_over_time_with_the_failures() -> None:
+    found, silent = drawn(everything()), everything()
+    for number, entry in enumerate(silent.entries):
+        if isinstance(entry.event, journal.Sample):
+            silent.entries[number] = msgspec.structs.replace(
+                entry, event=msgspec.structs.replace(entry.event, logged={})
+            )
+    assert drawn(silent).keys() == found.keys() - {"loss", "rate"}
+    for name, labels in (("loss", [">loss<", ">val_loss<"]), ("rate", [">rate<"])):
+        assert found[name].count("stroke-dasharray") == found["speed"].count("stroke-dasharray"), "the failure"
+        assert all(label in found[name] for label in labels)
 
 
 def test_a_page_that_follows_a_run_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

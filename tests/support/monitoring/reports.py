@@ -36,7 +36,8 @@ class Told:
             if step % 50 == 0:
                 self.note(journal.Stored((0, 1), step, step, 1 << 20, 0.1))
             if step % 10 == 0 or step == last:
-                sample = journal.Sample(step, None, None, step, 20, stall_ms, stall_ms, 0, 0.0, 1 << 20, 0, 1 << 20, 0)
+                figures = (step, None, None, step, 20, stall_ms, stall_ms, 0, 0.0, 1 << 20, 0, 1 << 20, 0)
+                sample = journal.Sample(*figures, {"lr": 0.1, "loss": 1 / step, "val_loss": 2 / step})
                 self.note(sample)
 
     def die(self, step: int, *nodes: str) -> None:

@@ -52,6 +52,8 @@ class FakeSession:
         self._captures: dict[str, Callable[[], Any]] = {}
         self._reasons: list[str] = []
         self.commits = 0
+        #: What adapters have noted of the user's logs.
+        self.logged: list[dict[str, Any]] = []
         self.closed: bool | None = None
         self._saved = self.kept.get(self._run_dir) if resume != "never" else None
         if self._saved is None and resume == "require":
@@ -84,6 +86,9 @@ class FakeSession:
 
     def announce_accumulation(self, accumulates: Callable[[], bool]) -> None:
         """Does nothing: the fake copies nothing during backward anyway."""
+
+    def log(self, values: Any) -> None:
+        self.logged.append(dict(values))
 
     def _tensors(self) -> dict[str, Tensor]:
         return dict(itertools.chain(self._model.named_parameters(), self._model.named_buffers()))
