@@ -21,7 +21,7 @@ from lightning_memckpt import trainer_state
 from lightning_memckpt.files import Tables
 from lightning_memckpt.internals import TrainerInternals
 from lightning_memckpt.loaders import Loaders
-from lightning_memckpt.notes import list_callbacks
+from lightning_memckpt.notes import list_callbacks, places_of_loggers
 from lightning_memckpt.reentry import behind_batch, edited_part
 from lightning_memckpt.trainer_state import LoggingState
 from lightning_memckpt.user_state import UserState, attribute_roots, callbacks_by_key, modules_beside
@@ -51,6 +51,7 @@ class FitState:
 
     Attributes:
         tables: the rows of its CSVLoggers.
+        loggers: where its loggers log to.
         beside: modules that training changes and the LightningModule does not contain, by name.
     """
 
@@ -85,6 +86,7 @@ class FitState:
             self.inexact,
             "name {!r} in `attributes`",
         )
+        self.loggers = places_of_loggers(trainer)
         self.tables = Tables(trainer, internals, messages.warn)
         self._logging = LoggingState(trainer, pl_module, self.beside, internals)
         self._captured: dict[str, Any] | None = None
@@ -215,6 +217,7 @@ class FitState:
             "loaders": self._loaders.capture(epoch_over=epoch_over),
             "built_under": self._loaders.built_under,
             "tables": self.tables.capture(),
+            "loggers": self.loggers,
             "file": self._file_entries,
         }
         self._captured = state

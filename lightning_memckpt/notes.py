@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -98,3 +98,20 @@ def inexact(trainer: pl.Trainer, internals: TrainerInternals) -> Iterator[str]:
 def files_by_wall_clock(trainer: pl.Trainer) -> bool:
     """Whether a restart writes checkpoint files at other steps; training itself does not depend on them."""
     return any(isinstance(each, ModelCheckpoint) and saves_by_wall_clock(each) for each in list_callbacks(trainer))
+
+
+def places_of_loggers(trainer: pl.Trainer) -> list[tuple[str, int | str]]:
+    """Class and version (with W&B an id) of each logger, by which its files or its page are found again."""
+    loggers = trainer.loggers if trainer.is_global_zero else []
+    versions = [(type(each).__name__, each.version) for each in loggers]
+    return [(kind, version if isinstance(version, int) else str(version)) for kind, version in versions]
+
+
+def loggers_elsewhere(held: Sequence[Sequence[Any]], now: Sequence[Sequence[Any]]) -> Iterator[str]:
+    """One line for each logger that does not go on where the run that is continued has logged."""
+    for (kind, before), (kind_now, version) in zip(held, now, strict=False):
+        if kind == kind_now and before != version:
+            yield (
+                f"{kind} logs to version {version}, and before this resume to {before}: to go on in one place fix it, "
+                f"as in {kind}(..., version={before!r})"
+            )

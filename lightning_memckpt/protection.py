@@ -34,7 +34,7 @@ from lightning_memckpt.files import OverwriteOrphans
 from lightning_memckpt.fit_state import FitState
 from lightning_memckpt.internals import TrainerInternals
 from lightning_memckpt.loaders import Loaders, derived_positions
-from lightning_memckpt.notes import files_by_wall_clock, inexact, list_callbacks
+from lightning_memckpt.notes import files_by_wall_clock, inexact, list_callbacks, loggers_elsewhere
 from lightning_memckpt.reentry import Reentry, batches_behind, with_batches_behind
 from lightning_memckpt.shadowing import Shadows
 from memckpt.config import ResumeChoice
@@ -146,6 +146,8 @@ class Protection:
             self._inexact(line)
         if held.world_size != trainer.world_size or state["replicas"] != trainer_state.data_replicas(trainer):
             state = self._for_other_ranks(state, held.world_size)
+        for line in loggers_elsewhere(state["loggers"], fit_state.loggers):
+            self._messages.warn(line)
         self._pending = state
         fit_state.tables.follow_files(state["tables"])
         fit_state.restore_early(state)

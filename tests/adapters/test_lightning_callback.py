@@ -463,6 +463,17 @@ def test_losses_that_are_logged_are_noted(tmp_path: Path, sessions: Sessions, ha
         assert "log_metrics" not in vars(logger)
 
 
+def test_a_logger_that_begins_another_version_is_named(
+    tmp_path: Path, sessions: Sessions, said: Callable[[], list[str]]
+) -> None:
+    for version in (None, 0):
+        fail_at(3, tmp_path, logger=CSVLogger(tmp_path / "csv", version=version))
+        assert not any("logs to version" in line for line in said())
+    trainer(tmp_path, MemCheckpoint(tmp_path / "run"), logger=CSVLogger(tmp_path / "csv")).fit(Small(), loader())
+    line = "CSVLogger logs to version 1, and before this resume to 0: to go on in one place fix it, as in "
+    assert any(f"{line}CSVLogger(..., version=0)" in each for each in said())
+
+
 def test_metrics_that_nobody_wants_are_not_logged(tmp_path: Path, sessions: Sessions) -> None:
     callback = MemCheckpoint(tmp_path / "run", config=memckpt.MemckptConfig(log_metrics="none"))
     trainer(tmp_path, callback, logger=CSVLogger(tmp_path / "csv"), log_every_n_steps=2).fit(Small(), loader())
