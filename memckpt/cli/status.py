@@ -277,7 +277,7 @@ def _risk_text(tier: StorageStatus, steps: int, protected: bool) -> str:
     fewer = "a shorter interval (storage.every_steps), or storage.mode='log'"
     if tier.mode == "log":
         fewer = "smaller batches (storage.batch_steps)"
-    return f"at most {count(steps, 'step')} that are in memory only are lost if {when}; fewer with {fewer}"
+    return f"until the next write at most {count(steps, 'step')} are in memory only, lost if {when}; fewer with {fewer}"
 
 
 # Other nodes' memory

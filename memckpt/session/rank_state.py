@@ -62,7 +62,7 @@ MADE = OWN + "made"
 _TWICE = "what stands at the top of an epoch, and changes what is trained, has been done twice now"
 _NOT_DRAWN = (
     "{} is not carried, and has not drawn what it had drawn by the step that is resumed; call "
-    'session.register("NAME", GENERATOR), or give its loader to session.loader()'
+    'register("NAME", GENERATOR) of the session, or of Accelerate\'s plugin, or give its loader to session.loader()'
 )
 
 
@@ -102,7 +102,7 @@ class RankState:
             lambda: {"model": live.model, **live.extra_modules},
             lambda: (each for owner in self.elsewhere for each in owner()),
             self.inexact,
-            "call session.register(name, OBJECT) with {}, or name it in `attributes`,",
+            "call register(name, OBJECT) of the session, or Accelerate's plugin, with {}, or name it in `attributes`,",
         )
         self._variables = LoopVariables(
             lambda: chain(self._carried(), (live.model, *live.extra_modules.values())),

@@ -123,7 +123,7 @@ def test_what_is_at_risk_is_said_with_its_remedy(mode: str, protected: bool | No
     peers = None if protected is None else some_peers(protected=protected)
     tier = StorageStatus("/s", 8, 60.0, None, None, False, "", mode=mode, loses_at_most=268)
     text = " ".join(text_of(a_view(an_agent(storage=tier, peers=peers), Stored("/s"))).replace("│", " ").split())
-    assert f"at most 268 steps that are in memory only are lost if {said}" in text
+    assert f"until the next write at most 268 steps are in memory only, lost if {said}" in text
 
 
 def test_peers_that_protect() -> None:
