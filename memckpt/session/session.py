@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import operator
 import sys
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -69,6 +71,7 @@ from memckpt.session.resume.resume import Resumption
 from memckpt.session.staging import Changes, RestorePoint, Staging
 from memckpt.session.tuning import Tuning, tell_when_log_pays
 from memckpt.state import codec, rng
+from memckpt.user_messages import nbytes_text, seconds_text
 
 _log = logging.getLogger("memckpt")
 #: What a loggers' user looks at: the cost, how far storage is, restarts, and whether something is wrong.
@@ -202,6 +205,7 @@ class Session:
         self._ranks = Ranks()
         self._ordinal = _Ordinal(arguments.run_dir, self._ranks)
         arguments = self._ordinal.place(arguments)
+        self._run_dir = arguments.run_dir
         self._launch = Launch(Path(arguments.run_dir), self._ranks)
         proven = self._look_at_training(model, optimizers, arguments, data_parallel, extra_modules, replicated)
         self._wire_parts(Path(arguments.run_dir), optimizers, proven)
@@ -217,6 +221,7 @@ class Session:
             for each in observers:
                 each.begin_session(Watched(model, self._live.optimizers, self._live.tensors, *place))
             self._ordinal.note_open()
+            _sessions.add(self)
         except BaseException as error:  # an interrupt, too: the caller has no session to close
             self._unhook()
             self._close_parts()
@@ -788,6 +793,8 @@ class Session:
         """
         if self._closed:
             return
+        if not finished:
+            self._say_what_stays()
         self._closed = True
         self._ordinal.note_closed(finished)
         finished = finished and not keep_held
@@ -813,6 +820,19 @@ class Session:
         if finished:
             self._resumption.resharding.delete_store()
 
+    def _say_what_stays(self) -> None:
+        """Say what stays held behind this process, for how long, and how to let go of it; nothing of a closed one."""
+        last, writer = self._last or self._resumption.point, self._staging.writer
+        if self._closed or last is None or writer is None or self.agent_pid is None or self._ranks.rank:
+            return
+        held = f"{nbytes_text(writer.layout.total_bytes)}{' a rank' if self._ranks.world_size > 1 else ''}"
+        seconds = seconds_text(self._training.config.agent.linger_seconds)
+        _log.warning(
+            "memckpt: step %d stays in memory (%s, agent pid %d) for %s: start again to go on from it, or let go of it "
+            "with `memckpt stop %s`",
+            *(last.step, held, self.agent_pid, seconds, self._run_dir),
+        )
+
     def _unhook(self) -> None:
         """Remove all hooks from the user's objects, installed or not."""
         self._tap.remove()
@@ -832,3 +852,8 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(finished=kind is None)
+
+
+#: Sessions of this process that may not be closed when it ends.
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+atexit.register(lambda: [each._say_what_stays() for each in _sessions])

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 import memckpt
 from memckpt.errors import ForeignStateError, UnsupportedError, UsageError
+from memckpt.session import session
 from tests.support.trainings.data_jobs import NONE, PERSISTENT, TWO
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
@@ -871,6 +872,20 @@ def test_a_cycle_that_keeps_batches_is_told_from_its_first_commit_on(lab: Lab, h
     first, second = dies_and_goes_on(lab, loop, ("committed", 1))
     assert f"loader {int(how == 'zip')}: itertools.cycle" in first
     assert "second loop" not in first + second
+
+
+def test_what_stays_held_behind_a_process_is_said_once_with_how_to_let_go_of_it(lab: Lab) -> None:
+    def loop(process: Process) -> None:
+        process.session.restore()
+        for _ in range(2):
+            process.take("batch", torch.ones(1))
+        assert process.session in session._sessions  # which are asked as the process ends
+        process.session.close(finished=False)
+        process.session._say_what_stays()
+
+    log = said_of(lab, loop)
+    assert log.count("step 2 stays in memory (") == 1
+    assert "let go of it with `memckpt stop " in log
 
 
 def test_a_protected_model_can_be_copied_and_pickled(lab: Lab) -> None:
