@@ -15,6 +15,8 @@ import torch
 from torch.optim import lr_scheduler as schedules
 
 import memckpt
+from memckpt.capture.live_state import LiveState
+from memckpt.capture.param_groups import MadeSettings
 from memckpt.config import RedoChoice
 from memckpt.errors import ConfigurationError, ResumeMismatchError
 from memckpt.processes.address import AgentAddress
@@ -235,3 +237,12 @@ def test_an_unknown_name_is_an_error_that_names_those_that_exist(tmp_path: Path,
     config = memckpt.MemckptConfig(storage=None, agent=AGENT, override=("lr", "rate"))
     with pytest.raises(ConfigurationError, match=rf"override: expected names of hyperparameters \({names}\), found "):
         memckpt.attach(net, optimizer, run_dir=tmp_path / "run", config=config)
+
+
+def test_what_the_run_began_with_stays_where_a_schedule_is_registered_behind_the_restore() -> None:
+    net = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    made = MadeSettings(LiveState(net, [optimizer], {}))
+    made.load_state_dict({"SGD": {"lr": 0.5}})
+    made.note_schedule("late", schedules.StepLR(optimizer, 3))
+    assert made.state_dict()["SGD"] == {"lr": 0.5}

@@ -111,9 +111,6 @@ class MadeSettings:
 
     A start of the script with others goes on with the run's own, as its groups and states are restored. That is said.
     Of hyperparameters that are named in `override` :meth:`override` takes the script's, once for each change there.
-
-    Attributes:
-        overridden: what is taken, in words; empty if nothing is.
     """
 
     def __init__(self, live: LiveState, override: Sequence[str] = ()) -> None:
@@ -125,7 +122,9 @@ class MadeSettings:
         self._groups: dict[str, tuple[Optimizer, int]] = {}
         #: Owner and name of what is to be taken, the script's value and the run's, and all that in words.
         self._taken: list[tuple[str, str, Any, Any, str]] = []
+        #: What is taken, in words; empty if nothing is.
         self.overridden: tuple[str, ...] = ()
+        self._loaded = False
         if not any(optimizer.state for optimizer in live.optimizers):
             self._note_groups()
         known = sorted({key for made in self._made.values() for key in made})
@@ -146,7 +145,7 @@ class MadeSettings:
     def note_schedule(self, name: str, schedule: LRScheduler) -> None:
         """Note a schedule that is registered by this name, unless it has been stepped."""
         if schedule.last_epoch == 0:
-            if self._groups:
+            if self._groups and not self._loaded:
                 self._note_groups()
             self._made[f"the {type(schedule).__qualname__} {name!r}"] = _plain_of(vars(schedule))
 
@@ -162,7 +161,7 @@ class MadeSettings:
             for key in sorted(theirs.keys() & ours.keys())
             if not same(one := ours[key], two := theirs[key])
         ]
-        self._made = began
+        self._made, self._loaded = began, True
         if taken := [each for each in other if each[0] in self._groups and each[1] in self._named]:
             self._taken = taken
             self.overridden = (f"override takes the script's {', '.join(each[-1] for each in taken)}",)
