@@ -183,8 +183,11 @@ def find_launcher(world_size: int) -> Launcher:
 class Launch:
     """What starts the attempts of a training: its restarts obey ``resume="never"``, or a step, once and not each time.
 
-    A file in the run directory names the launch that has obeyed, and trained since. A process that attaches once more
-    has decided anew.
+    A file in the run directory names the launch that has obeyed, and the attempt in which it did. A process that
+    attaches once more has decided anew, and so has a restart for which nothing is left of that attempt, or a later one.
+
+    Attributes:
+        asked: what the user asks for.
     """
 
     #: Files that this process has asked.
@@ -195,6 +198,9 @@ class Launch:
         self._name = f"{found.pid} {found.start_ticks}" if found.pid else ""
         self._is_restart = found.restarts > 0
         self._file, self._ranks = run_dir / _LAUNCH_FILE, ranks
+        self.asked: ResumeChoice | int = "auto"
+        #: The attempt in which an earlier one of this launch has obeyed; 0: none has.
+        self._obeyed_in = 0
         #: Commits until the file is written, on rank 0 where the launch obeys now. The first may still be on its way.
         self._commits_left = 0
 
@@ -202,18 +208,29 @@ class Launch:
         """`resume`, or ``"auto"`` where an earlier attempt of this launch has obeyed it; collective."""
         asks = self._is_restart and self._file not in self._asked
         self._asked.add(self._file)
-        obeyed = self._ranks.gather(asks and self._noted() == self._name)[0]
+        obeyed_in = self._ranks.gather(self._noted() if asks else 0)[0]
+        self.asked = resume
         if resume != "never" and not isinstance(resume, int):
             return resume
-        if obeyed:
-            if self._ranks.rank == 0:
-                _log.warning("memckpt: resume=%r was obeyed by an earlier attempt of this launch: it goes on", resume)
+        if obeyed_in:
+            self._obeyed_in = obeyed_in
             return "auto"
         self._commits_left = 2 if self._name and self._ranks.rank == 0 else 0
         return resume
 
-    def count_commit(self) -> None:
-        """Count a commit; the second one is what a restart goes on from."""
+    def settle(self, resume: ResumeChoice | int, newest: int) -> ResumeChoice | int:
+        """What is resumed, once it is known of which attempt the newest state is that is held anywhere; 0: of none."""
+        if not self._obeyed_in:
+            return resume
+        if newest < self._obeyed_in:
+            self._commits_left = 2 if self._ranks.rank == 0 else 0
+            return self.asked
+        if self._ranks.rank == 0:
+            _log.warning("memckpt: resume=%r was obeyed by an earlier attempt of this launch: it goes on", self.asked)
+        return resume
+
+    def count_commit(self, attempt: int) -> None:
+        """Count a commit of this attempt; the second one is what a restart goes on from."""
         if not self._commits_left:
             return
         self._commits_left -= 1
@@ -221,16 +238,18 @@ class Launch:
             return
         written = self._file.with_name(f"{_LAUNCH_FILE}.new")
         try:
-            written.write_text(self._name)
+            written.write_text(f"{self._name} {attempt}")
             written.replace(self._file)
         except OSError as error:
             _log.warning("memckpt: each restart of this launch starts over, as no file can be written: %s", error)
 
-    def _noted(self) -> str:
+    def _noted(self) -> int:
+        """The attempt in which this launch has obeyed; 0: it has not."""
         try:
-            return self._file.read_text(errors="replace")
+            name, _, attempt = self._file.read_text(errors="replace").rpartition(" ")
         except OSError:  # no launch has obeyed; the other ranks wait for this one's answer
-            return ""
+            return 0
+        return int(attempt) if name == self._name and attempt.isdecimal() else 0
 
 
 def refuse_unordered(

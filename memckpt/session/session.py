@@ -289,7 +289,8 @@ class Session:
         """Third phase: agree on the state to go on from, then hook into the training; collective."""
         self._resumes_exactly = resume == "exact"
         try:
-            start = self._resumption.choose(resume, self._live.spec(self._switch.request), self.mode_reason)
+            spec = self._live.spec(self._switch.request)
+            start = self._resumption.choose(resume, spec, self.mode_reason, self._launch)
         except ForeignStateError as error:
             if not is_flattened(self._live.model):
                 raise
@@ -568,7 +569,7 @@ class Session:
                 self._first_steps.compare_following(point)
                 # Calls _stage_and_commit. Errors make a gap in protection, and end no training.
                 self._protection.end_record(point)
-                self._launch.count_commit()
+                self._launch.count_commit(self._link.attempt)
                 if self._ranks.rank == 0:
                     self._logged.commit(self._live.optimizers)
             self._recorder.mark_step_end_for_peers(point.record)
@@ -856,4 +857,9 @@ class Session:
 
 #: Sessions of this process that may not be closed when it ends.
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-atexit.register(lambda: [each._say_what_stays() for each in _sessions])
+
+
+@atexit.register
+def _say_what_sessions_keep() -> None:
+    for each in _sessions:
+        each._say_what_stays()

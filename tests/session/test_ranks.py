@@ -24,7 +24,7 @@ def test_replicas_agree_on_host_tensors_where_the_job_reduces_on_devices_alone(l
         dist.init_process_group("cuda:gloo", init_method=store, rank=rank, world_size=2)
         ranks = Ranks()
         tensor = torch.full((2,), float(rank))
-        ranks.broadcast_tensor(tensor, ranks.open_replica_group())
+        ranks.broadcast_tensor(tensor, 0, ranks.open_groups(ranks.groups))
         assert tensor.tolist() == [0.0, 0.0]
         dist.destroy_process_group()
 
@@ -63,7 +63,7 @@ def test_a_launch_obeys_a_start_over_until_an_attempt_has_committed_twice(
         resolved = launch.resolve(resume)
         assert launch.resolve(resume) == resume, "the process decides anew"
         for _ in range(commits):
-            launch.count_commit()
+            launch.count_commit(attempt=7)
         return resolved
 
     assert [start(restarts, 1) for restarts in range(3)] == [resume] * 3
@@ -71,6 +71,11 @@ def test_a_launch_obeys_a_start_over_until_an_attempt_has_committed_twice(
     monkeypatch.setattr(Launch, "_asked", set())
     assert Launch(tmp_path, Ranks()).resolve("exact") == "exact"
     assert [start(restarts, 0) for restarts in (4, 5)] == ["auto"] * 2
+    monkeypatch.setattr(Launch, "_asked", set())
+    launch = Launch(tmp_path, Ranks())
+    assert launch.resolve(resume) == "auto"
+    assert launch.settle("auto", newest=8) == launch.settle("auto", newest=7) == "auto"
+    assert launch.settle("auto", newest=6) == resume, "nothing is left of the attempt that has obeyed"
     assert start(0, 0) == resume, "a launch by hand of the same parent"
     monkeypatch.setenv(LAUNCHER, "1")
     assert start(6, 2) == resume, "another launch"

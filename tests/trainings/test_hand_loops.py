@@ -884,6 +884,7 @@ def test_what_stays_held_behind_a_process_is_said_once_with_how_to_let_go_of_it(
         process.session._say_what_stays()
 
     log = said_of(lab, loop)
+    lab.stop()
     assert log.count("step 2 stays in memory (") == 1
     assert "let go of it with `memckpt stop " in log
 

@@ -328,8 +328,8 @@ class StaticWatch:
 
     def _is_part_staged(self) -> bool:
         """Whether the next part of a host tensor has the values of its copy: a write that is missed shows in turn."""
-        if self._row == 0:
-            self._turn = (self._turn + 1) % len(self._sampled)
+        if self._row == 0 or self._turn >= len(self._sampled):  # some may have gone
+            self._turn, self._row = (self._turn + 1) % len(self._sampled), 0
         position = self._sampled[self._turn]
         tensor, staged = self._seen[position][0], self._writer.static_copy(position)
         if self._writer.spec.static[position].elsewhere:

@@ -56,7 +56,7 @@ from memckpt.recovery.restore import replica_digest
 from memckpt.recovery.sources import BadSource
 from memckpt.session.link import AgentLink
 from memckpt.session.peers import Peers
-from memckpt.session.ranks import LocalTraining
+from memckpt.session.ranks import Launch, LocalTraining
 from memckpt.session.resume.chosen import Chosen, ChosenInMemory, ChosenInStorage
 from memckpt.session.resume.first_steps import FirstSteps, Repetition
 from memckpt.session.resume.report import HeldState, Proof, RestoreReport, prove
@@ -95,6 +95,12 @@ class Found:
     held: Sequence[HeldRecords]
     fragments: Sequence[HeldFragments]
     tier: StorageTier
+
+    @property
+    def newest_attempt(self) -> int:
+        """The newest attempt of which some state is held; 0: nothing is held."""
+        in_memory = (one.timeline.number for each in (*self.held, *self.fragments) for one in each.history)
+        return max(*in_memory, *(one.timeline.number for one in self.tier.points), 0, 0)
 
 
 @dataclass(frozen=True)
@@ -197,11 +203,12 @@ class Resumption:
             return None
         return RestorePoint.known(self.newest.plan.record, self.newest.plan.step, self.newest.state)
 
-    def choose(self, resume: ResumeChoice | int, spec: StateSpec, reason: str) -> Start:
+    def choose(self, resume: ResumeChoice | int, spec: StateSpec, reason: str, launch: Launch) -> Start:
         """Look, agree and open: the first three phases, at attach; collective."""
         self._reason, self._spec, self._resume = reason, spec, resume
-        self._repeats = self._replays and not isinstance(resume, int)
-        self._found = found = self._look()
+        self._found = found = self._look(launch.asked)
+        self._resume = launch.settle(resume, found.newest_attempt)
+        self._repeats = self._replays and not isinstance(self._resume, int)
         plan = self._agree(found)
         start = self._open(plan, found)
         if self._ranks.rank == 0:
@@ -210,8 +217,8 @@ class Resumption:
 
     # 1. Look
 
-    def _look(self) -> Found:
-        """Find what is held, of this node, of all others, and in storage."""
+    def _look(self, asked: ResumeChoice | int) -> Found:
+        """Find what is held, of this node, of all others, and in storage; there also a step that is asked for."""
         ranks, resume, spec = self._ranks, self._resume, self._spec
         inventories = self._say_hello(spec)
         own = inventories[ranks.rank].held
@@ -225,7 +232,7 @@ class Resumption:
         if resharding and storage is not None:
             # Memory holds the shards of other ranks: they go to a store, of which each rank reads its new ones.
             self.resharding.save(own, held, fragments, resume, spec, storage)
-        step = resume if isinstance(resume, int) else None
+        step = asked if isinstance(asked, int) else None
         tier = StorageTier(storage, self._run_dir, ranks, step, owned=self._owns_storage)
         self._link.owner = tier.run  # this run's id, as its store has it; `configure` tells the agent
         return Found(attempt, own, held, fragments, tier)
