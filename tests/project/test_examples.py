@@ -48,3 +48,12 @@ def test_an_example_survives(scripts: Scripts, monkeypatch: pytest.MonkeyPatch, 
             monkeypatch.setenv(variable, value)
     logs = scripts.survives(f"examples/{name}", *arguments, kills=kills)
     assert name != "digits_cnn.py" or "epoch 1: accuracy 0." in logs[-1]
+
+
+@pytest.mark.promise("a script of two phases, killed in each and restarted, ends as an undisturbed one")
+def test_two_phases_go_on_where_they_were(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMCKPT_AGENT_LINGER_SECONDS", "60")
+    logs = scripts.survives("examples/two_phases.py", "runs", kills=["pretrain step 11", "finetune step 3"])
+    assert "pretrain step 16" in logs[1]
+    assert "pretrain step" not in logs[2], "its final step is in storage"
+    assert "pretrain: RestoreReport(step=16," in logs[2]
