@@ -99,8 +99,9 @@ class Found:
     @property
     def newest_attempt(self) -> int:
         """The newest attempt of which some state is held; 0: nothing is held."""
-        in_memory = (one.timeline.number for each in (*self.held, *self.fragments) for one in each.history)
-        return max(*in_memory, *(one.timeline.number for one in self.tier.points), 0, 0)
+        in_memory = [*(each.history for each in self.held), *(each.history for each in self.fragments)]
+        held = [branch.timeline for history in in_memory for branch in history]
+        return max((one.number for one in (*held, *(point.timeline for point in self.tier.points))), default=0)
 
 
 @dataclass(frozen=True)
