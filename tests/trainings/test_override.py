@@ -15,8 +15,8 @@ import torch
 from torch.optim import lr_scheduler as schedules
 
 import memckpt
+from memckpt.capture.beside.param_groups import MadeSettings
 from memckpt.capture.live_state import LiveState
-from memckpt.capture.param_groups import MadeSettings
 from memckpt.config import RedoChoice
 from memckpt.errors import ConfigurationError, ResumeMismatchError
 from memckpt.processes.address import AgentAddress
