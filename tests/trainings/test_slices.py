@@ -101,4 +101,4 @@ def test_what_is_in_memory_goes_on_where_slices_are_turned_on_or_off(lab: Lab, s
     last = next_attempt(lab, died, config=other)
     assert run(lab, last) == [0, 0], logs(lab)[-3000:]
     assert all(each["exact"] for rank in noted(last, "restored") for each in rank), logs(lab)[-3000:]
-    check_same(results(last), reference(lab, job), 6)
+    check_same(results(last), reference(lab, job), died.deaths[0].resumed)

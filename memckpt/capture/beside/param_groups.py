@@ -317,6 +317,12 @@ def restore_groups(live: LiveState, described: Mapping[str, Any]) -> None:
             optimizer.defaults.update(changed)
 
 
+def take_over_defaults(live: LiveState, described: Mapping[str, Any]) -> None:
+    """Take what a snapshot has restored of `defaults` for what the run's script had made, but for what has changed."""
+    for number, (optimizer, changed) in enumerate(zip(live.optimizers, described["defaults"], strict=True)):
+        live.born_defaults[number] = {key: one for key, one in optimizer.defaults.items() if key not in changed}
+
+
 def say_groups_that_are_back(live: LiveState, made: Sequence[int]) -> None:
     """Name optimizers with more groups than the script has `made`: torch refuses a group that is added once more."""
     for optimizer, number in zip(live.optimizers, made, strict=True):

@@ -29,6 +29,7 @@ from memckpt.capture.beside.param_groups import (
     restore_groups,
     restore_modes,
     restore_state_order,
+    take_over_defaults,
 )
 from memckpt.capture.beside.presence import DroppedGradients, restore_gradients
 from memckpt.capture.evidence import Evidence
@@ -602,6 +603,7 @@ class Resumption:
             self.record_redo_seconds = chosen.restore(self._live, self._ranks.rank, self._staging)
         if "optimizers" in state:  # what is in no slot
             self._live.restore_optimizers(state["optimizers"], chosen.recut)
+            take_over_defaults(self._live, state)
         restore_state_order(self._live, state)
         if copies is not None and comparison is not None:
             copies.compare(comparison)
