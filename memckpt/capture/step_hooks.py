@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -151,11 +150,8 @@ class StepHooks:
         ]
 
     def _call_timed(self, call: Callable[[int, Optimizer], None], number: int, optimizer: Optimizer) -> None:
-        started = time.perf_counter()
-        try:
+        with self._recorder.clock.in_hook():
             call(number, optimizer)
-        finally:
-            self._recorder.clock.hooks += time.perf_counter() - started
 
     def install(self) -> None:
         for follower in self._followers:

@@ -141,7 +141,8 @@ class StoredState:
             refuse_what_cannot_be_cut(self.state.spec, spec)
         self.resharded = self._resharding is not None
         #: Nodes that hold slices hold the same state as those that hold all of it.
-        cut = any(map(_is_cut, [*self.state.spec.tensors(), *spec.tensors()]))
+        sliced = max(self.state.spec.slice_count, spec.slice_count) > 1
+        cut = not sliced or any(map(_is_cut, [*self.state.spec.tensors(), *spec.tensors()]))
         self.exact = not (self.resharded and cut) and point.world_size == spec.world_size
 
     @property

@@ -70,7 +70,8 @@ def attach(
     _check_metrics(arguments.config.agent)
     model, wrapper = bare_model(model)
     bare = [bare_optimizer(each) for each in (optimizers if isinstance(optimizers, Iterable) else [optimizers])]
-    if not isinstance(model, nn.Module) or not all(isinstance(each, Optimizer) for each in bare):
+    is_stage = type(model).__module__.startswith("torch.distributed.pipelining")  # which is refused by its name
+    if not (isinstance(model, nn.Module) or is_stage) or not all(isinstance(each, Optimizer) for each in bare):
         found = ", ".join(type(each).__name__ for each in [model, *bare])
         raise UsageError(f"attach(): expected a model, and its optimizer or a list of optimizers, found {found}")
     observers = observers_from_environment()

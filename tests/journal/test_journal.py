@@ -45,6 +45,9 @@ def example(kind: type[Any]) -> Any:
     fields: dict[str, Any] = {}
     for field in msgspec.structs.fields(kind):
         kinds = [each for each in typing.get_args(field.type) if each is not type(None)] or [field.type]
+        if typing.get_origin(field.type) is dict:
+            fields[field.name] = {"loss": 2.5}
+            continue
         first = field.type if typing.get_origin(field.type) is tuple else kinds[0]
         if typing.get_origin(first) is tuple:
             members = ("a [b]", "c") if "tuple[str" in str(first) else (1, 2)

@@ -105,7 +105,8 @@ def test_a_failure_in_a_commit_is_a_gap_that_is_counted(lab: Lab, owner: type, n
     assert (
         f"training goes on without protection since step 7: protecting a step failed (Mishap: in {name})" in ended.log
     )
-    assert ended.log.count("memckpt: protected from step 1 on") == 1
+    # Said when the agent has the first state, which may come behind the gap where steps are short.
+    assert ended.log.count("memckpt: protected from step") == 1
     assert "protected again from step 8 on; 1 step was not" in ended.log
     lab.check_same(PLAIN, ended)
 

@@ -198,7 +198,8 @@ def _begin(session: memckpt.Session, control: Control, training: Training) -> in
     control.journal.note("attached", text=session.describe(), mode=session.mode, agent=session.agent_pid)
     report = session.restore()
     repetition = session._first_steps.repetition
-    writer = session._staging.writer if repetition is None else getattr(repetition.held, "writer", None)
+    held = None if repetition is None else repetition.held.generation
+    writer = session._staging.writer if repetition is None else held and held.writer
     pieces = 0 if writer is None else sum(len(group) for group in writer.layout.anchor_groups)
     cut = writer is not None and pieces > len(writer.params)
     note_resume(control.journal, report, cut=cut)

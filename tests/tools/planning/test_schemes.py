@@ -83,11 +83,20 @@ def test_the_plan_of_llama_3() -> None:
 
 
 def test_more_replicas_need_no_fragments() -> None:
-    found = row(dataclasses.replace(SMALL, replicas=8), "(k, m)")
+    found = row(dataclasses.replace(SMALL, nodes=16, replicas=8), "(k, m)")
     assert found.scheme.wire_bytes == 13_000
     assert found.memory.replicator == 0
     assert found.expectation.tiers["nodes"] == "replicas"
     assert row(SMALL, "(k, m)").expectation.tiers["nodes"] == "peers"
+
+
+def test_where_all_nodes_hold_the_same_each_protects_a_slice_of_it() -> None:
+    """As with slices="auto": what a node holds, copies and sends is divided by the number of nodes."""
+    found, whole = row(dataclasses.replace(SMALL, replicas=8), "(k, m)"), row(SMALL, "(k, m)")
+    assert found.memory.total == pytest.approx(whole.memory.total)
+    assert found.scheme.wire_bytes == pytest.approx(whole.scheme.wire_bytes)
+    assert found.expectation.tiers["nodes"] == "peers"
+    assert found.expectation.recovery_seconds["process"] > whole.expectation.recovery_seconds["process"]
 
 
 def test_budgets_decide() -> None:
