@@ -129,7 +129,7 @@ class LoopWatch:
 
 
 class Unwatched(LoopWatch):
-    """Of a training with MEMCKPT_DISABLE=1: nothing is refused, and nothing said."""
+    """Stand-in under MEMCKPT_DISABLE=1: nothing is refused, and nothing said."""
 
     def check_commit(self, place: Any, has_loaders: bool) -> None: ...
     def check_epoch(self, has_stepped: bool) -> None: ...

@@ -46,7 +46,7 @@ _PIECE_ON_HOST, _PIECE_ON_DEVICE = 1e-4, 3e-4
 
 
 class _Carried(nn.Module):
-    """What a compressor carries from step to step, as buffers, so that it is copied by value with each record."""
+    """Tensors that a compressor carries from step to step, as buffers: each record copies them by value."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class _Settings:
 
 
 def _by_name(carried: Mapping[str, torch.Tensor], paths: Sequence[str]) -> dict[str, torch.Tensor]:
-    """What a reducer carries, by parameters' names in place of their positions; names of buffers have no dots."""
+    """Tensors of a reducer by parameters' names in place of their positions; names of buffers have no dots."""
     found = {}
     for key, tensor in carried.items():
         position, _, what = key.partition("_")

@@ -286,9 +286,9 @@ class AgentLink:
 
     def tell_journal(self, event: TrainerEvent) -> None:
         """Tell the run's journal; nothing happens where there is no agent."""
-        self.tell(trainer.Note(event))
+        self.send_if_connected(trainer.Note(event))
 
-    def tell(self, message: TrainerToAgent) -> None:
+    def send_if_connected(self, message: TrainerToAgent) -> None:
         """Send a message that may be lost."""
         if self._connection is not None:
             with contextlib.suppress(AgentGoneError):  # the next commit finds that, and says so

@@ -112,10 +112,10 @@ class Loop:
         self._provide()
         self._find_departures()
         for line in self._followers.remarks():
-            self._say(line, logging.INFO)
+            self._say_once(line, logging.INFO)
         return loader
 
-    def _say(self, line: str, level: int) -> None:
+    def _say_once(self, line: str, level: int) -> None:
         if line not in self._said and self._ranks.rank == 0:
             _log.log(level, "memckpt: %s", line)
         self._said.add(line)
@@ -188,7 +188,7 @@ class Loop:
         elif self._had_passes and self._again is not None:
             self._had_passes = False
             if not self._followers.place_asked and counts_passes_anew(sys._getframe(1)):
-                self._say(_RANGE, logging.WARNING)
+                self._say_once(_RANGE, logging.WARNING)
 
     def _resume_again(self) -> None:
         self._rng_pending = True
@@ -235,7 +235,7 @@ class Loop:
         again, before = False in took and True not in took, self._again
         self._twice = self._twice + (again and not before) if again or before else 0
         if self._twice == 3 and not numbered:
-            self._say(_AGAIN, logging.WARNING)
+            self._say_once(_AGAIN, logging.WARNING)
         self._again, self._had_passes = again, self._had_passes and not numbered
         self._followers.committing()
 
@@ -254,7 +254,7 @@ class Loop:
             self._warn(TAKEN_APART)
         elif outside and self.batch and not self._has_remainder:
             self._has_remainder = True
-            self._say(_BEHIND, logging.WARNING)
+            self._say_once(_BEHIND, logging.WARNING)
             return False
         elif outside:
             raise UsageError(

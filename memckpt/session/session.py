@@ -158,7 +158,7 @@ class _LoggedValues:
         self._send, self._due = send, 0.0
         self._values: dict[str, float] = {}
 
-    def note(self, values: Mapping[str, Any]) -> None:
+    def note_losses(self, values: Mapping[str, Any]) -> None:
         """Note losses and ``lr`` among values; what is on a device is left out."""
         for name in [one for one in values if "loss" in str(one) or one == "lr"][:_MOST_LOGGED]:
             value = values[name]
@@ -171,7 +171,7 @@ class _LoggedValues:
         """Send what there is, with the rate of the first group, if it is time."""
         if (now := time.monotonic()) >= self._due:
             self._due = now + _LOGGED_SECONDS
-            self.note(optimizers[0].param_groups[0])
+            self.note_losses(optimizers[0].param_groups[0])
             self._send(self._values)
             self._values = {}
 
@@ -283,7 +283,7 @@ class Session:
         self._protection = Protection(training, link, staging, self._switch, peers, changes, self._stage_and_commit)
         self._tuning = Tuning(training, self._mode, self._protection, staging, rank_state)
         self._preemption = PreemptionNotice(link.tell_preempted)
-        self._logged = _LoggedValues(lambda values: link.tell(TrainingFigures(values)))
+        self._logged = _LoggedValues(lambda values: link.send_if_connected(TrainingFigures(values)))
 
     def _start(self, resume: ResumeChoice | int) -> None:
         """Third phase: agree on the state to go on from, then hook into the training; collective."""
@@ -687,7 +687,7 @@ class Session:
 
         Adapters call it with what goes to the framework's loggers. Tensors on a device are left out: nothing waits.
         """
-        self._logged.note(values)
+        self._logged.note_losses(values)
 
     # Information
 

@@ -174,7 +174,7 @@ def _refuse(path: str, type_name: str) -> None:
     raise UnsupportedStateError(path, type_name)
 
 
-#: Where a value was found: the path to what holds it, and its key there. Few paths are ever put into words.
+#: Place of a value: the path to what holds it, and its key there. Few paths are ever put into words.
 _Path: TypeAlias = "tuple[_Path, object] | tuple[()]"
 
 

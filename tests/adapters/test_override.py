@@ -28,7 +28,7 @@ STEPS = 12
 
 
 def share(step: int) -> float:
-    """What a schedule makes of its rate behind so many steps."""
+    """The rate that a schedule gives behind so many steps."""
     return min(1.0, (step + 1) / 8)
 
 

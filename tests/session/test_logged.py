@@ -36,7 +36,7 @@ def an_optimizer(lr: Any = 0.1) -> torch.optim.Optimizer:
 def test_numbers_are_kept_and_what_is_on_a_device_is_not_read() -> None:
     sent: list[dict[str, float]] = []
     logged = _LoggedValues(sent.append)
-    logged.note(
+    logged.note_losses(
         {
             "loss": torch.tensor(2.5, requires_grad=True),
             "val_loss": np.float32(0.5),
@@ -50,7 +50,7 @@ def test_numbers_are_kept_and_what_is_on_a_device_is_not_read() -> None:
     )
     logged.commit([an_optimizer()])
     assert sent == [{"loss": 2.5, "val_loss": 0.5, "lr": 0.1}]
-    logged.note({f"loss_{number}": 1.0 for number in range(20)})
+    logged.note_losses({f"loss_{number}": 1.0 for number in range(20)})
     assert len(logged._values) == 8
 
 
@@ -60,7 +60,7 @@ def test_they_are_sent_once_a_second_the_newest_of_each(monkeypatch: pytest.Monk
     sent: list[dict[str, float]] = []
     logged, optimizer = _LoggedValues(sent.append), an_optimizer(torch.tensor(0.5))
     for step in range(40):
-        logged.note({"loss": float(step)})
+        logged.note_losses({"loss": float(step)})
         logged.commit([optimizer])
         now += 0.125
     assert sent == [{"loss": float(step), "lr": 0.5} for step in (0, 8, 16, 24, 32)]
@@ -68,14 +68,14 @@ def test_they_are_sent_once_a_second_the_newest_of_each(monkeypatch: pytest.Monk
 
 def test_a_session_tells_its_agent(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
-    tell = AgentLink.tell
+    tell = AgentLink.send_if_connected
 
     def note(link: AgentLink, message: Any) -> None:
         told.append(message)
         tell(link, message)
 
     def body() -> None:
-        monkeypatch.setattr(AgentLink, "tell", note)
+        monkeypatch.setattr(AgentLink, "send_if_connected", note)
         net = torch.nn.Linear(3, 1)
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
         config = memckpt.MemckptConfig(storage=None, agent=memckpt.AgentConfig(linger_seconds=60))

@@ -1,4 +1,4 @@
-"""What a script has put around a pass over a loader: iterators and loops that begin anew behind a resume."""
+"""Iterators and loops that a script has put around a pass over a loader: some begin anew behind a resume."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class RestoreReport:
 
 
 def _cause(reason: str) -> str:
-    """What an earlier resume was not exact for; any other reason as it is."""
+    """The reason for which an earlier resume was not exact; any other reason as it is."""
     return reason.partition(": ")[2] if reason.startswith("an earlier resume") else reason
 
 

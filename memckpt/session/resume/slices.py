@@ -1,4 +1,4 @@
-"""What a restore takes from other nodes, where each has a slice of the state: broadcasts from ranks that have it."""
+"""Exchange of slices at a restore: each tensor is broadcast from a rank whose node has it."""
 
 from __future__ import annotations
 
