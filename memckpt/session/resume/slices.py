@@ -29,7 +29,9 @@ def exchange_slices(chosen: Chosen, live: LiveState, ranks: Ranks) -> str:
     Returns what is in no node's slice, in words, the same on all ranks; empty if there is nothing.
     """
     spec, tensors, optimizers = chosen.tensors_spec, live.tensors(), live.optimizers
-    parts = () if chosen.recut else (*(one.tensor for one in spec.params), *spec.static)
+    if spec.slice_count == 1:  # on all ranks: those that have read all slices from a store have the joined spec
+        return ""
+    parts = *(one.tensor for one in spec.params), *spec.static
     here = [one.name for one in (*parts, *chosen.spec.by_value) if not one.elsewhere]
     everybody = ranks.gather((here, [one.name for one in parts if one.elsewhere]))
     having = [set(names) for names, _ in everybody]
