@@ -154,14 +154,15 @@ class LiveState:
                 yield name, self._in_place_of(name, param, stepped)
 
     def _refuse_same_names(self) -> None:
-        """Refuse a module beside the model whose tensors would have names that the model's have."""
-        held = dict(itertools.chain(self.model.named_parameters(), self.model.named_buffers()))
+        """Refuse a module beside the model whose tensors would have names that others have, wrappers left out."""
+        named = itertools.chain(self.model.named_parameters(), self.model.named_buffers())
+        held = {without_wrappers(name): tensor for name, tensor in named}
         for prefix, module in self.extra_modules.items():
             for name, tensor in itertools.chain(module.named_parameters(prefix), module.named_buffers(prefix)):
-                if held.get(name, tensor) is not tensor:
+                if held.setdefault(name, tensor) is not tensor:
                     raise UsageError(
-                        f"extra_modules: expected names that the model does not use, found {prefix!r}: the model has "
-                        f"another {name}; choose another name"
+                        f"extra_modules: expected names that nothing else uses, found {prefix!r}: there is another "
+                        f"{name}; choose another name"
                     )
 
     def _refuse_shapeless(self) -> None:

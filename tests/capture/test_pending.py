@@ -63,8 +63,8 @@ def test_gradients_of_zeros_are_zeros_after_a_resume(lab: Lab, case: Case, redo:
 
 
 @pytest.mark.promise(
-    "larger gradients of the last step that are read after a resume, before the next backward: no record holds their "
-    "values once a step has used them"
+    "larger gradients of the last step that are used after a resume, before they are dropped or zeroed: no record "
+    "holds their values once a step has used them"
 )
 @pytest.mark.parametrize("redo", ["lazy", "eager", "snapshot"])
 def test_gradients_that_are_read_before_they_are_zeroed(lab: Lab, redo: str) -> None:
@@ -76,6 +76,41 @@ def test_gradients_that_are_read_before_they_are_zeroed(lab: Lab, redo: str) -> 
     resumed = lab.train(engine_steps.READ_GRADIENTS, settings)
     assert resumed.restored_step == 8
     assert "training does not go on exactly: gradients of the resumed step were read" in resumed.log
+
+
+@pytest.mark.parametrize("killed", [3, 4, 9])
+def test_gradients_of_the_optimizer_whose_turn_it_is_not(lab: Lab, killed: int) -> None:
+    """They are dropped when it is its turn again. Until then each backward adds to them, and the norm has them."""
+    lab.survives(engine_steps.JOINT_TURNS, config("lazy", resume_check="off"), [("after commit", killed)])
+
+
+@pytest.mark.promise(
+    "larger gradients of the last step that are used after a resume, before they are dropped or zeroed: no record "
+    "holds their values once a step has used them"
+)
+def test_gradients_that_only_the_norm_uses_are_carried_once_that_was_seen(lab: Lab) -> None:
+    """No backward shows it. At first they are carried, whatever becomes of them."""
+    settings = config("lazy", resume_check="off")
+
+    def train(last: tuple[str, int] | None = None) -> Ended:
+        lab.stop()
+        lab.train(engine_steps.TURNS, settings, actions={("after commit", 8): kill_self})
+        return lab.train(engine_steps.TURNS, settings, actions={} if last is None else {last: kill_self})
+
+    lab.survives(engine_steps.TURNS, settings, [("after commit", 2), ("after commit", 3)])
+    resumed = train()
+    assert resumed.restored_step == 8
+    assert "training does not go on exactly: gradients of the resumed step were read" in resumed.log
+    assert "gradients of 4 parameter(s), 0.0.bias among them, are used once more" in resumed.log
+    killed = train(("after commit", 14))
+    again = lab.train(engine_steps.TURNS, settings)
+    assert again.restored_step == 14
+    assert "training does not go on exactly: gradients" not in again.log
+    assert killed.losses | again.losses == resumed.losses
+
+
+#: Of all parameters it is known what becomes of their gradients: they are zeroed.
+ALL_ZEROED = [[True, []], [True, []]]
 
 
 def gradients_of(model: nn.Module) -> list[Tensor]:
@@ -131,7 +166,7 @@ def test_what_uses_gradients_that_no_record_holds(way: str) -> None:
     model, optimizer, live, told = resumed()
     use, reads = WAYS[way]
     use(model, optimizer)
-    live.left.resume(True, [], {})
+    live.left.resume(ALL_ZEROED, {})
     backward(model, live)
     assert len(told) == reads
     assert all(type(param.grad) is torch.Tensor for param in model.parameters())
@@ -143,7 +178,7 @@ def test_gradients_that_are_kept_beside_the_next_and_then_read() -> None:
     model, _, live, told = resumed()
     before = gradients_of(model)
     model.zero_grad()
-    live.left.resume(True, [], {})
+    live.left.resume(ALL_ZEROED, {})
     backward(model, live)
     assert not told
     for _ in range(2):
@@ -157,7 +192,7 @@ def test_gradients_of_a_skipped_step_stand_for_others_behind_a_resume(use: str) 
     (model, optimizer, live, told), failed = resumed(), list[str]()
     pending = PendingGradients([optimizer], failed.append)
     pending.resume({"thrown_away": [[[0], True]], "left": [[0]]})
-    live.left.resume(True, [], {})
+    live.left.resume(ALL_ZEROED, {})
     if use == "read":
         nn.utils.get_total_norm(gradients_of(model))
     if use != "added to":
@@ -169,14 +204,43 @@ def test_gradients_of_a_skipped_step_stand_for_others_behind_a_resume(use: str) 
     assert (len(told), len(failed)) == (use == "read", use == "added to")
 
 
+@pytest.mark.parametrize("before", ["unknown", "dropped", "zeroed"])
 @pytest.mark.parametrize("zeroed", [False, True])
-def test_gradients_that_are_added_to_where_no_record_holds_them(zeroed: bool) -> None:
-    """It was not known yet whether they are dropped or zeroed."""
+def test_gradients_that_are_added_to_where_no_record_holds_them(before: str, zeroed: bool) -> None:
+    """What was dropped so far had values; what was found to be zeros is right."""
     model, _, live, told = resumed()
+    live.left.resume([[before != "unknown", []], [before == "zeroed", []]], {})
     if zeroed:
         model.zero_grad(set_to_none=False)
     backward(model, live)
-    assert len(told) == (not zeroed)
+    assert len(told) == (not zeroed and before != "zeroed")
+    assert live.left.kept == ({"weight", "bias"} if told else set())
+
+
+def test_gradients_of_a_family_that_no_backward_reaches_stand_until_they_are_used() -> None:
+    """Other optimizers' steps and commits change nothing about what they stand for."""
+    model, _, live, told = resumed()
+    other = nn.Linear(2, 2)
+    other(torch.ones(1, 2)).sum().backward()
+    live.left.compare_gradients("other", list(other.parameters()), other.weight)
+    describe_gradients(live)
+    live.left.compare_gradients("other", list(other.parameters()), other.weight)
+    assert not told
+    nn.utils.get_total_norm(gradients_of(model))
+    assert (len(told), live.left.kept) == (1, {"weight", "bias"})
+    assert all(type(one) is Tensor for one in gradients_of(model))
+
+
+def test_reading_the_gradient_that_a_hook_was_given_is_no_use_of_the_one_before() -> None:
+    """Staging reads it: it has got its new values."""
+    model, _, live, told = resumed()
+    live.left.resume(ALL_ZEROED, {})
+    given = model.weight.grad
+    assert given is not None
+    backward(model, live)
+    assert given is model.weight.grad
+    given.clone()
+    assert not told
 
 
 @pytest.mark.parametrize("how", ["none", "zero", "by hand"])
@@ -261,8 +325,8 @@ def test_what_becomes_of_a_gradient_is_known_once_a_backward_has_met_it_large() 
     few, unknown, known = step(True), step(False), step(False)
     nothing, all_of_them = [False, []], [True, []]
     assert [("values" in each, each["known"]) for each in (few, unknown, known)] == [
-        (True, nothing),
-        (True, nothing),
-        (False, all_of_them),
+        (True, [nothing, nothing]),
+        (True, [nothing, nothing]),
+        (False, [all_of_them, nothing]),
     ]
     assert live.left.kept == {"0.weight"}

@@ -204,9 +204,14 @@ def test_an_optimizer_of_parameters_beside_the_model_is_named(caplog: pytest.Log
     assert [record.getMessage() for record in caplog.records if "optimizer 1 (Adam) steps none" in record.getMessage()]
 
 
-def test_a_module_beside_the_model_whose_name_the_model_uses_is_refused() -> None:
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_module_beside_the_model_whose_name_is_used_already_is_refused(wrapped: bool) -> None:
     model = nn.ModuleDict({"encoder": nn.Linear(2, 2), "head": nn.Linear(2, 1)})
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(UsageError, match=r"found 'encoder': the model has another encoder\.weight"):
-        LiveState(model, [optimizer], {"encoder": nn.Linear(2, 2)})
-    LiveState(model, [optimizer], {"encoder": model["encoder"], "other": nn.Linear(2, 2)})
+    given = torch.compile(model) if wrapped else model
+    assert isinstance(given, nn.Module)
+    with pytest.raises(UsageError, match=r"found 'encoder': there is another encoder\.weight"):
+        LiveState(given, [optimizer], {"encoder": nn.Linear(2, 2)})
+    with pytest.raises(UsageError, match=r"found 'a\.b': there is another a\.b\.weight"):
+        LiveState(given, [optimizer], {"a": nn.ModuleDict({"b": nn.Linear(2, 2)}), "a.b": nn.Linear(2, 2)})
+    LiveState(given, [optimizer], {"encoder": model["encoder"], "other": nn.Linear(2, 2)})

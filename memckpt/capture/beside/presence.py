@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -236,10 +236,7 @@ FEW_BYTES = 64 << 10
 #: Bytes of gradients that are carried until it is known what becomes of them.
 UNKNOWN_BYTES = 16 << 20
 #: Said where gradients are used that no record holds.
-_USED = (
-    "gradients of the resumed step were {}, and no record holds them: they are zeros. Keep what you need of them in a "
-    "buffer, or in an object that is registered, before the commit"
-)
+_USED = "gradients of the resumed step were {}, and no record holds them: they are zeros. Records hold them from now on"
 _READ = _USED.format("read before the next backward")
 _LEFT = _USED.format("neither dropped nor zeroed before the next backward")
 #: What :class:`_Dropped` may be given to without that its values are used. Most attributes are harmless, too.
@@ -268,7 +265,7 @@ class LeftGradients:
 
     Attributes:
         kept: names of parameters whose gradients are copied by value.
-        dropped: stands for gradients that were not restored, up to the next backward or commit.
+        dropped: stands for gradients that were not restored, until the next backward of their family.
     """
 
     def __init__(self, live: LiveState) -> None:
@@ -277,10 +274,10 @@ class LeftGradients:
         #: Parameters, by `id`, of which a backward has shown what becomes of a large gradient; whether these are all
         #: that had one at the last commit.
         self._known: set[int] = set()
-        self._described: tuple[tuple[int, int], list[Any]] = ((0, -1), [])
+        #: Those of which the last backward that looked found zeros in its place: what replaces them is right, too.
+        self._zero: set[int] = set()
+        self._described: tuple[tuple[int, int] | None, list[Any]] = (None, [])
         self._knows_all = True
-        #: Whether that was so in the process that this one continues.
-        self._knew_all = False
         self._looked: set[Hashable] = set()
         self._looks = 0
         #: Versions of gradients at the last commit, and their changes since the one before, by `id` of the parameter.
@@ -318,22 +315,31 @@ class LeftGradients:
         return self._zeros.pop(name, None)
 
     def describe_known(self) -> list[Any]:
-        """Whether most parameters are known, and the names of the others; encoded anew where that has changed."""
+        """Which parameters are known, and which of them had zeros; made anew where that has changed.
+
+        Each of the two is whether most parameters belong to it, and the names of the others.
+        """
         found = len(self._known), self._live.changes
         if self._described[0] != found:
-            known: dict[bool, list[str]] = {True: [], False: []}
-            for name, param in self._live.named_parameters():
-                known[id(param) in self._known].append(name)
-            most = len(known[True]) > len(known[False])
-            self._described = found, [most, known[not most]]
+            self._described = found, [self._describe(self._known), self._describe(self._zero)]
         return self._described[1]
 
-    def resume(self, most: bool, others: Iterable[str], versions: Mapping[int, int]) -> None:
-        """Continue a process that has known what :meth:`describe_known` returned, and committed these gradients."""
+    def _describe(self, found: set[int]) -> list[Any]:
+        names: dict[bool, list[str]] = {True: [], False: []}
+        for name, param in self._live.named_parameters():
+            names[id(param) in found].append(name)
+        most = len(names[True]) > len(names[False])
+        return [most, names[not most]]
+
+    def _described_by(self, most: bool, others: Iterable[str]) -> set[int]:
         names = set(others)
-        self._known = {id(param) for name, param in self._live.named_parameters() if (name in names) != most}
-        self._described = (0, -1), []
-        self._knew_all = self.committed(versions)
+        return {id(param) for name, param in self._live.named_parameters() if (name in names) != most}
+
+    def resume(self, described: Sequence[Any], versions: Mapping[int, int]) -> None:
+        """Continue a process that has known what :meth:`describe_known` returned, and committed these gradients."""
+        self._known, self._zero = (self._described_by(*each) for each in described)
+        self._described = None, []
+        self.committed(versions)
 
     def committed(self, versions: Mapping[int, int]) -> bool:
         """Note that a record has ended, with the version counters of large gradients by the `id` of the parameter.
@@ -350,30 +356,38 @@ class LeftGradients:
 
     def compare_gradients(self, family: Hashable, members: Sequence[torch.Tensor], fired: torch.Tensor) -> None:
         """Look at the gradients of parameters that are about to get new ones; `fired` has just got the first one."""
-        if self.dropped is not None:
-            self.dropped.end(None if self._knew_all else _LEFT)
         if family in self._looked:
             return
+        strangers = [] if self._looked else self._strangers()
+        if self.dropped is not None:
+            self.dropped.end([*members, *strangers], self._zero)
         if not self._looked:
             self._looks += 1
             if self._asked is not None and self._asked[2].query():
                 (looks, norms, _), self._asked = self._asked, None
                 self._judge(looks, norms)
-            self._look_at(self._strangers())
+            self._look_at(strangers)
         self._looked.add(family)
         self._look_at(members, fired)
+        self._judge_fired(family, members, fired)
+        self._first[family] = fired
+
+    def _judge_fired(self, family: Hashable, members: Sequence[torch.Tensor], fired: torch.Tensor) -> None:
+        """Judge the one gradient that can't be read any more, if it was the first in the last backward, too."""
+        if self._first.get(family) is not fired or id(fired) not in self._versions:
+            return
+        self._known.add(id(fired))
         held, counted = self._was.get(family, (_nothing, 0))
-        if self._first.get(family) is fired and held() is _grad(fired):
+        there = held() is _grad(fired)
+        if there:
             # Its new gradient has been added to what was there: to zeros, if those of the others are zeros.
             others = {id(one): version(one.grad) for one in members if one.grad is not None and one is not fired}
             kept = {id(self._live.parameter(name)) for name in self.kept}
             as_at_commit = all(self._versions.get(one, count) == count for one, count in others.items())
             alike = as_at_commit and self._moves.get(id(fired)) in {self._moves.get(one) for one in others}
             if not others or others.keys() & kept or (version(_grad(fired)) == counted + 1 and not alike):
-                self._keep([fired])
-        if id(fired) in self._versions:
-            self._known.add(id(fired))
-        self._first[family] = fired
+                self.keep([fired])
+        self._note_zero(fired, there)
 
     def _strangers(self) -> list[torch.Tensor]:
         """Parameters in no optimizer, which nobody may ever zero."""
@@ -382,11 +396,19 @@ class LeftGradients:
         mine = {id(p) for one in self._live.optimizers for group in one.param_groups for p in group["params"]}
         return [param for _, param in self._live.named_parameters() if id(param) not in mine]
 
-    def _look_at(self, params: Iterable[torch.Tensor], fired: torch.Tensor | None = None) -> None:
+    def _note_zero(self, param: torch.Tensor, is_zero: bool) -> None:
+        if is_zero != (id(param) in self._zero):
+            self._zero ^= {id(param)}
+            self._described = None, []
+
+    def _look_at(self, params: Sequence[torch.Tensor], fired: torch.Tensor | None = None) -> None:
         there = [param for param in params if param.grad is not None and param is not fired]
         there = [param for param in there if id(param) in self._versions]
-        if not self._knows_all:
-            self._known.update(id(one) for one in params if one.grad is None and id(one) in self._versions)
+        if not self._knows_all or self._zero:
+            for one in params:
+                if one.grad is None and id(one) in self._versions:
+                    self._known.add(id(one))
+                    self._note_zero(one, False)
         # Reading values takes a while: where all have been zeroed in place, they most probably are again.
         if there and self._looks & (self._looks - 1):
             there = [param for param in there if self._is_to_be_read(param)]
@@ -409,11 +431,12 @@ class LeftGradients:
         kept = []
         for (param, moves), norm in zip(looks, norms.tolist(), strict=True):
             self._known.add(id(param))
+            self._note_zero(param, not norm)
             if norm:
                 kept.append(param)
             elif moves is not None:
                 self._zeroed[id(param)] = moves
-        self._keep(kept)
+        self.keep(kept)
 
     def _is_as_at_commit(self, param: torch.Tensor) -> bool:
         return self._versions[id(param)] == version(_grad(param))
@@ -422,14 +445,16 @@ class LeftGradients:
         """Whether its gradient was zero behind a record that changed it as often as the last one has."""
         return self._zeroed.get(id(param)) == self._moves[id(param)]
 
-    def _keep(self, params: list[torch.Tensor]) -> None:
+    def keep(self, params: Sequence[torch.Tensor]) -> None:
+        """Have the gradients of these parameters copied by value from the next generation on."""
         names = self._live.names() if params else {}  # what was replaced in its module since the commit has none
         found = {names[id(param)] for param in params if id(param) in names} - self.kept
         if not found:
             return
         _log.info(
-            "memckpt: gradients of %d parameter(s), %s among them, are neither dropped nor zeroed before the next "
-            "backward: they are copied with each record. Where that is not meant, zero them, or freeze the parameters",
+            "memckpt: gradients of %d parameter(s), %s among them, are used once more behind their step: read, or "
+            "neither dropped nor zeroed before the next backward. They are copied with each record. Where that is not "
+            "meant, zero them, or freeze the parameters",
             len(found),
             min(found),
         )
@@ -449,7 +474,7 @@ def _grad(param: torch.Tensor) -> torch.Tensor:
 def describe_gradients(live: LiveState) -> dict[str, Any]:
     """Input of :func:`restore_gradients`, for the rank state: the common case, and exceptions by name."""
     if live.left.dropped is not None:
-        live.left.dropped.end()
+        live.left.dropped.end_overwritten()
     present: list[str] = []
     absent: list[str] = []
     others: list[list[Any]] = []
@@ -468,7 +493,7 @@ def describe_gradients(live: LiveState) -> dict[str, Any]:
             parts = gradient._indices(), gradient._values()
             if sum(part.nbytes for part in parts) <= FEW_BYTES:
                 sparse[name] = [*parts, gradient.is_coalesced()]  # in their order: sums of the next step depend on it
-        elif not is_dtensor(gradient):
+        elif not is_dtensor(gradient) and type(gradient) is not _Dropped:
             dense.append((name, param, gradient))
     usual = len(present) > len(absent)
     found: dict[str, Any] = {"usual": usual, "unusual": absent if usual else present, "others": others}
@@ -499,7 +524,7 @@ class DroppedGradients:
     """Zeros that stand for gradients whose values no record holds: it finds out whether they are used.
 
     Args:
-        live: the live state, which has it up to the next backward or commit.
+        live: the live state, which has it until none of the zeros are left.
         params: the parameters.
         tell: called with the reason why the resume is not exact, where they are used.
     """
@@ -530,24 +555,43 @@ class DroppedGradients:
         """Note a call that is given some of them and may use their values."""
         # Also of those that are no parameter's gradient any more: code may keep the last ones beside the next.
         if any(_home(one) not in self._overwritten for one in gradients):
-            self._tell_once(_READ)
-            if self._live.left.dropped is self:
-                self.end()
+            self.end_overwritten()
+            self._tell_used(_READ, self._standing())  # a norm may be read tensor by tensor
 
-    def _tell_once(self, used: str) -> None:
+    def end(self, params: Iterable[torch.Tensor], zero: Container[int]) -> None:
+        """Put plain tensors in the place of those of `params`, to which a backward adds.
+
+        Args:
+            params: the parameters.
+            zero: by `id`, those for whose gradients zeros are right.
+        """
+        ids = set(map(id, params))
+        ending = [param for param in self._standing() if id(param) in ids]
+        used = [param for param in ending if id(param) not in zero and _home(_grad(param)) not in self._overwritten]
+        self._unmark(ending)
+        if used:
+            self._tell_used(_LEFT, used)
+
+    def end_overwritten(self) -> None:
+        """Put plain tensors in the place of those that were overwritten."""
+        self._unmark([param for param in self._standing() if _home(_grad(param)) in self._overwritten])
+
+    def _standing(self) -> list[torch.Tensor]:
+        return [param for param in self._params if isinstance(param.grad, _Dropped)]
+
+    def _unmark(self, params: Sequence[torch.Tensor]) -> None:
+        for param in params:
+            _grad(param).__class__ = torch.Tensor  # the object stays: a hook may have been given it
+        if not self._standing() and self._live.left.dropped is self:
+            self._live.left.dropped = None
+
+    def _tell_used(self, used: str, params: Sequence[torch.Tensor]) -> None:
+        """Say that training does not go on exactly, and keep these gradients from the next generation on."""
         if not self._told:
             self._told = True
             self._tell(used)
-
-    def end(self, used: str | None = None) -> None:
-        """Put plain tensors in their place; `used` says how those are used that nobody has dropped or zeroed."""
-        self._live.left.dropped = None
-        left = [param for param in self._params if isinstance(param.grad, _Dropped)]
-        with torch._C.DisableTorchFunctionSubclass():
-            if used and any(_home(_grad(param)) not in self._overwritten for param in left):
-                self._tell_once(used)
-            for param in left:
-                param.grad = _grad(param).detach()
+        self._unmark(params)
+        self._live.left.keep(params)
 
 
 class _Dropped(torch.Tensor):
@@ -591,7 +635,8 @@ def _marked(given: Any) -> list[_Dropped]:
 
 def _home(tensor: torch.Tensor) -> int:
     """Address of the memory that a tensor, or a view of it, is in."""
-    return tensor.untyped_storage().data_ptr()
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage().data_ptr()
 
 
 @torch.no_grad()
@@ -627,9 +672,8 @@ def restore_gradients(live: LiveState, described: dict[str, Any]) -> list[torch.
         if param.grad is not None and not param.grad.is_sparse and not is_dtensor(param.grad):
             dense.append((param, param.grad))
     large = sum(one.nbytes for _, one in dense) > FEW_BYTES
-    most_known, others_known = described["known"]
     versions = {id(param): version(one) for param, one in dense} if large else {}
-    live.left.resume(most_known, others_known, versions)
+    live.left.resume(described["known"], versions)
     return dropped if not fsdp1_wrappers(live.model) else []  # those replace gradients by themselves
 
 

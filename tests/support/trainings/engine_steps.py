@@ -286,6 +286,32 @@ def three_layers() -> nn.Module:
     return nn.Sequential(nn.Linear(INPUTS, 500), nn.Tanh(), nn.Linear(500, CLASSES))
 
 
+class TakingTurns(Training):
+    """Two networks are trained in turn, and gradients are clipped by the norm of both.
+
+    Attributes:
+        joint: whether every loss is one of both networks.
+    """
+
+    joint = False
+    scheduled = False
+    net = staticmethod(lambda: nn.ModuleList([three_layers(), three_layers()]))
+    make = staticmethod(lambda params: [SGD(part, lr=0.1) for part in (params[:4], params[4:])])
+
+    def batch(self, step: int) -> float:
+        x, y = self.inputs()
+        optimizer = self.optimizers[step % 2]
+        optimizer.zero_grad()
+        out = sum(net(x) for net in self.model) if self.joint else self.model[step % 2](x)
+        loss = functional.cross_entropy(out, y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        self.at("before step")
+        optimizer.step()
+        self.at("after step")
+        return float(loss)
+
+
 class RareSparseLayer(RareLayer):
     """The same with sparse gradients."""
 
@@ -594,6 +620,8 @@ ANNOUNCED = case_of("announced-accumulation", AnnouncedAccumulation)
 LIED = case_of("lied-accumulation", AnnouncedAccumulation, lies=True)
 TWO_PACES = case_of("two-paces", TwoPaces)
 ZEROED_IN_PLACE = case_of("zeros-in-place", RareLayer)
+TURNS = case_of("clipped-turns", TakingTurns)
+JOINT_TURNS = case_of("joint-turns", TakingTurns, joint=True)
 READ_GRADIENTS = case_of("read-gradients", net=three_layers, before=read_gradients)
 SPARSE_ZEROED_IN_PLACE = case_of("sparse-zeros-in-place", RareSparseLayer)
 
