@@ -43,8 +43,9 @@ _HYPERPARAMETERS = ("groups", "trainable", "state_order")
 #: Names of what optimizers and parameters have set, as a line has them.
 _GROUPS, _TRAINABLE = "groups", "requires_grad"
 _ABSENCES = ("gradients", "pending")
-#: Parts of what is known of gradients that are values.
+#: Parts of what is described of gradients that are values, and what a process has learned of them.
 _VALUES = ("values", "sparse")
+_LEARNED = "known"
 #: First characters of the names of the session's own objects, whose owners say what is missing.
 OWN = "memckpt_"
 #: Beginnings of reasons that later resumes inherit: training goes on from a state that has this difference in it.
@@ -245,7 +246,8 @@ class RankState:
         for key in _ABSENCES:
             comparison.value("absences", key, _without_values(found[key]), _without_values(held[key]))
         for key in _VALUES:
-            comparison.value("state", "gradients", found["gradients"].get(key), held["gradients"].get(key))
+            if key in found["gradients"] and key in held["gradients"]:
+                comparison.value("state", "gradients", found["gradients"][key], held["gradients"][key])
         for name in self._variables.differing_draws(held.get("drawn", {})):
             if _NOT_DRAWN.format(name) not in self._inexact:  # else that is said
                 comparison.value("generators", name, "another state", "that behind the step")
@@ -392,6 +394,6 @@ def _by_name(state: Mapping[str, Any] | None) -> dict[tuple[ComparedKind, str], 
 
 def _without_values(gradients: Any) -> Any:
     """What there is of gradients; their values follow from what was computed, and are no cause of a difference."""
-    return (
-        {key: one for key, one in gradients.items() if key not in _VALUES} if isinstance(gradients, dict) else gradients
-    )
+    if not isinstance(gradients, dict):
+        return gradients
+    return {key: one for key, one in gradients.items() if key not in (*_VALUES, _LEARNED)}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -236,7 +236,9 @@ FEW_BYTES = 64 << 10
 #: Bytes of gradients that are carried until it is known what becomes of them.
 UNKNOWN_BYTES = 16 << 20
 #: Said where gradients are used that no record holds.
-_USED = "gradients of the resumed step were {}, and no record holds them: they are zeros. Records hold them from now on"
+_USED = "gradients of the resumed step were {}, and no record holds them: they are zeros. {{}}"
+_KEPT_NOW = "Records hold them from now on"
+_KEEP = "Keep what you need of them in a buffer, or in an object that is registered, before the commit"
 _READ = _USED.format("read before the next backward")
 _LEFT = _USED.format("neither dropped nor zeroed before the next backward")
 #: What :class:`_Dropped` may be given to without that its values are used. Most attributes are harmless, too.
@@ -249,6 +251,8 @@ _HARMLESS = frozenset(
 #: Calls whose result does not depend on what was in their first argument; a product's does not if the factor is 0.
 _OVERWRITES = frozenset({"zero_", "_foreach_zero_", "fill_", "copy_", "normal_", "uniform_", "__setitem__"})
 _PRODUCTS = frozenset({"mul_", "__imul__", "_foreach_mul_"})
+#: Calls that copy a tensor with its class and attributes.
+_COPIES = frozenset({"__deepcopy__", "__reduce_ex__"})
 
 _log = logging.getLogger("memckpt")
 
@@ -271,26 +275,31 @@ class LeftGradients:
     def __init__(self, live: LiveState) -> None:
         self._live = live
         self.dropped: DroppedGradients | None = None
-        #: Parameters, by `id`, of which a backward has shown what becomes of a large gradient; whether these are all
-        #: that had one at the last commit.
+        #: Parameters, by `id`, whose large gradients do not matter behind a commit, as backwards have shown: they are
+        #: dropped or zeroed, or else copied by value.
         self._known: set[int] = set()
-        #: Those of which the last backward that looked found zeros in its place: what replaces them is right, too.
+        #: Those whose gradient was zero at the last commit; changes in a record at whose end one was. It is zero again
+        #: behind one with as many, and it stays so in one without.
         self._zero: set[int] = set()
-        self._described: tuple[tuple[int, int] | None, list[Any]] = (None, [])
+        self._zeroed: dict[int, int] = {}
+        self._decisions = 0
+        self._described: tuple[Any, dict[str, Any]] = (None, {})
+        #: Whether of all large gradients of the last commit it is known that they do not matter, or are zero.
         self._knows_all = True
         self._looked: set[Hashable] = set()
         self._looks = 0
         #: Versions of gradients at the last commit, and their changes since the one before, by `id` of the parameter.
         self._versions: dict[int, int] = {}
         self._moves: dict[int, int] = {}
-        #: Changes in a record at whose end a gradient was zero.
-        self._zeroed: dict[int, int] = {}
+        #: Those whose gradient a backward has made anew in this record, so that its version counts from there.
+        self._made_anew: set[int] = set()
         #: Norms on their way from a device: what they are of, and the event behind them.
         self._asked: tuple[list[_Look], torch.Tensor, torch.Event] | None = None
         #: By family, the parameter that got the first gradient of the last backward; its gradient at the last commit.
         self._first: dict[Hashable, torch.Tensor] = {}
         self._was: dict[Hashable, tuple[Callable[[], torch.Tensor | None], int]] = {}
         self._zeros: dict[str, torch.Tensor] = {}
+        self._kept_anew: set[str] = set()
 
     @property
     def kept(self) -> set[str]:
@@ -305,7 +314,8 @@ class LeftGradients:
     def of(self, name: str, param: torch.Tensor) -> torch.Tensor:
         """As :meth:`get`, for a parameter at hand."""
         if param.grad is not None:
-            return param.grad
+            with torch._C.DisableTorchFunctionSubclass():
+                return param.grad.detach() if isinstance(param.grad, _Dropped) else param.grad
         if name not in self._zeros or self._zeros[name].shape != param.shape:
             self._zeros[name] = torch.zeros_like(param, requires_grad=False)
         return self._zeros[name]
@@ -314,14 +324,19 @@ class LeftGradients:
         """What was restored in the place of a gradient that was None."""
         return self._zeros.pop(name, None)
 
-    def describe_known(self) -> list[Any]:
-        """Which parameters are known, and which of them had zeros; made anew where that has changed.
+    def describe_known(self) -> dict[str, Any]:
+        """What is known of gradients at the last commit, for :meth:`resume`; made anew where that has changed.
 
-        Each of the two is whether most parameters belong to it, and the names of the others.
+        A set of parameters is whether most are in it, and the names of the others.
         """
-        found = len(self._known), self._live.changes
+        found = self._decisions, self._live.changes, frozenset(self._zero)
         if self._described[0] != found:
-            self._described = found, [self._describe(self._known), self._describe(self._zero)]
+            groups: dict[int, set[int]] = {}
+            for key, moves in self._zeroed.items():
+                groups.setdefault(moves, set()).add(key)
+            zeroed = [[moves, *self._describe(keys)] for moves, keys in groups.items()]
+            known, zero = self._describe(self._known), self._describe(self._zero)
+            self._described = found, {"known": known, "zero": zero, "zeroed": zeroed}
         return self._described[1]
 
     def _describe(self, found: set[int]) -> list[Any]:
@@ -335,23 +350,45 @@ class LeftGradients:
         names = set(others)
         return {id(param) for name, param in self._live.named_parameters() if (name in names) != most}
 
-    def resume(self, described: Sequence[Any], versions: Mapping[int, int]) -> None:
-        """Continue a process that has known what :meth:`describe_known` returned, and committed these gradients."""
-        self._known, self._zero = (self._described_by(*each) for each in described)
-        self._described = None, []
+    def resume(self, described: Mapping[str, Any], versions: Mapping[int, int]) -> set[int]:
+        """Continue a process that has known what :meth:`describe_known` returned, and committed these gradients.
+
+        Returns the parameters, by `id`, whose gradients were zero.
+        """
+        self._known = self._described_by(*described["known"])
+        self._zeroed = {key: moves for moves, *names in described["zeroed"] for key in self._described_by(*names)}
+        self._decisions += 1
         self.committed(versions)
+        self._moves = {}  # how that record has changed them is not known here
+        self._zero = self._described_by(*described["zero"])
+        self._knows_all = versions.keys() <= self._known | self._zero
+        return self._zero
 
     def committed(self, versions: Mapping[int, int]) -> bool:
         """Note that a record has ended, with the version counters of large gradients by the `id` of the parameter.
 
-        Returns whether it is known what becomes of all of them.
+        Returns whether none of their values is needed for a resume.
         """
-        self._moves = {key: count - self._versions.get(key, 0) for key, count in versions.items()}
+        anew, before = self._made_anew, self._versions
+        self._moves = {key: count - before.get(key, 0) for key, count in versions.items() if key not in anew}
         self._versions = dict(versions)
         self._looked.clear()
+        self._made_anew.clear()
         large = [(family, one.grad) for family, one in self._first.items() if id(one) in versions]
         self._was = {family: (weakref.ref(one), version(one)) for family, one in large if one is not None}
-        self._knows_all = versions.keys() <= self._known
+        unchanged, zeroed = self._zero, self._zeroed
+        self._zero = {key for key, moves in self._moves.items() if zeroed.get(key) == moves}
+        self._zero |= {key for key in unchanged if self._moves.get(key) == 0}
+        self._knows_all = versions.keys() <= self._known | self._zero
+        if self._kept_anew:
+            _log.info(
+                "memckpt: gradients of %d parameter(s), %s among them, are used once more behind their step: read, or "
+                "neither dropped nor zeroed before the next backward. They are copied with each record. Where that is "
+                "not meant, zero them, or freeze the parameters",
+                len(self._kept_anew),
+                min(self._kept_anew),
+            )
+            self._kept_anew.clear()
         return self._knows_all
 
     def compare_gradients(self, family: Hashable, members: Sequence[torch.Tensor], fired: torch.Tensor) -> None:
@@ -360,7 +397,7 @@ class LeftGradients:
             return
         strangers = [] if self._looked else self._strangers()
         if self.dropped is not None:
-            self.dropped.end([*members, *strangers], self._zero)
+            self.dropped.end([*members, *strangers])
         if not self._looked:
             self._looks += 1
             if self._asked is not None and self._asked[2].query():
@@ -376,18 +413,40 @@ class LeftGradients:
         """Judge the one gradient that can't be read any more, if it was the first in the last backward, too."""
         if self._first.get(family) is not fired or id(fired) not in self._versions:
             return
-        self._known.add(id(fired))
         held, counted = self._was.get(family, (_nothing, 0))
-        there = held() is _grad(fired)
-        if there:
-            # Its new gradient has been added to what was there: to zeros, if those of the others are zeros.
-            others = {id(one): version(one.grad) for one in members if one.grad is not None and one is not fired}
-            kept = {id(self._live.parameter(name)) for name in self.kept}
-            as_at_commit = all(self._versions.get(one, count) == count for one, count in others.items())
-            alike = as_at_commit and self._moves.get(id(fired)) in {self._moves.get(one) for one in others}
-            if not others or others.keys() & kept or (version(_grad(fired)) == counted + 1 and not alike):
-                self.keep([fired])
-        self._note_zero(fired, there)
+        if held() is not _grad(fired):
+            self._note_dropped(fired)
+            return
+        # Its new gradient has been added to what was there: to zeros, if those of the others are zeros.
+        others = {id(one): version(one.grad) for one in members if one.grad is not None and one is not fired}
+        kept = {id(self._live.parameter(name)) for name in self.kept}
+        as_at_commit = all(self._versions.get(one, count) == count for one, count in others.items())
+        alike = as_at_commit and self._moves.get(id(fired)) in {self._moves.get(one) for one in others}
+        unchanged = version(_grad(fired)) == counted + 1
+        if not others or others.keys() & kept or (unchanged and not alike):
+            self.keep([fired])
+        else:
+            self._note_zero(fired, self._moves.get(id(fired), 0) if unchanged else None)
+
+    def _note_dropped(self, param: torch.Tensor) -> None:
+        """Note that a gradient of the last commit is not there any more; before it may have been zeros."""
+        self._made_anew.add(id(param))
+        if id(param) not in self._known:
+            self._decisions += 1
+            if self._zeroed.pop(id(param), None) is None:
+                self._known.add(id(param))
+
+    def _note_zero(self, param: torch.Tensor, moves: int | None) -> None:
+        """Note that a gradient is zero: since a commit behind so many changes, or (None) only since then."""
+        if moves is None:
+            self._decisions += id(param) not in self._known
+            self._known.add(id(param))
+            return
+        self._zero.add(id(param))
+        if moves > 0 and self._zeroed.get(id(param)) != moves:
+            self._decisions += 1
+            self._known.discard(id(param))
+            self._zeroed[id(param)] = moves
 
     def _strangers(self) -> list[torch.Tensor]:
         """Parameters in no optimizer, which nobody may ever zero."""
@@ -396,26 +455,21 @@ class LeftGradients:
         mine = {id(p) for one in self._live.optimizers for group in one.param_groups for p in group["params"]}
         return [param for _, param in self._live.named_parameters() if id(param) not in mine]
 
-    def _note_zero(self, param: torch.Tensor, is_zero: bool) -> None:
-        if is_zero != (id(param) in self._zero):
-            self._zero ^= {id(param)}
-            self._described = None, []
-
     def _look_at(self, params: Sequence[torch.Tensor], fired: torch.Tensor | None = None) -> None:
         there = [param for param in params if param.grad is not None and param is not fired]
         there = [param for param in there if id(param) in self._versions]
-        if not self._knows_all or self._zero:
+        if self._zeroed or not self._knows_all:
             for one in params:
                 if one.grad is None and id(one) in self._versions:
-                    self._known.add(id(one))
-                    self._note_zero(one, False)
+                    self._note_dropped(one)
         # Reading values takes a while: where all have been zeroed in place, they most probably are again.
         if there and self._looks & (self._looks - 1):
             there = [param for param in there if self._is_to_be_read(param)]
         if not there:
             return
         norms = torch.stack(torch._foreach_norm([_grad(param) for param in there], torch.inf))
-        looks = [(one, self._moves[id(one)] if self._is_as_at_commit(one) else None) for one in there]
+        counts = self._moves
+        looks = [(one, counts.get(id(one), 0) if self._is_as_at_commit(one) else None) for one in there]
         if self._looks <= 2 or norms.device.type == "cpu":
             self._judge(looks, norms)
             return
@@ -424,42 +478,30 @@ class LeftGradients:
         self._asked = looks, host, torch.accelerator.current_stream(norms.device).record_event()
 
     def _is_to_be_read(self, param: torch.Tensor) -> bool:
-        unzeroed = self._is_as_at_commit(param) and not self._is_zeroed_again(param)
-        return unzeroed or id(param) not in self._known
+        return id(param) not in (self._zero if self._is_as_at_commit(param) else self._known)
 
     def _judge(self, looks: Sequence[_Look], norms: torch.Tensor) -> None:
         kept = []
         for (param, moves), norm in zip(looks, norms.tolist(), strict=True):
-            self._known.add(id(param))
-            self._note_zero(param, not norm)
             if norm:
                 kept.append(param)
-            elif moves is not None:
-                self._zeroed[id(param)] = moves
+            else:
+                self._note_zero(param, moves)
         self.keep(kept)
 
     def _is_as_at_commit(self, param: torch.Tensor) -> bool:
         return self._versions[id(param)] == version(_grad(param))
 
-    def _is_zeroed_again(self, param: torch.Tensor) -> bool:
-        """Whether its gradient was zero behind a record that changed it as often as the last one has."""
-        return self._zeroed.get(id(param)) == self._moves[id(param)]
-
     def keep(self, params: Sequence[torch.Tensor]) -> None:
         """Have the gradients of these parameters copied by value from the next generation on."""
         names = self._live.names() if params else {}  # what was replaced in its module since the commit has none
         found = {names[id(param)] for param in params if id(param) in names} - self.kept
-        if not found:
-            return
-        _log.info(
-            "memckpt: gradients of %d parameter(s), %s among them, are used once more behind their step: read, or "
-            "neither dropped nor zeroed before the next backward. They are copied with each record. Where that is not "
-            "meant, zero them, or freeze the parameters",
-            len(found),
-            min(found),
-        )
-        self._live.growth.changing |= {f"{GRADIENTS}.{name}" for name in found}
-        self._live.note_changes()
+        self._known.update(map(id, params))
+        if found:
+            self._decisions += 1
+            self._kept_anew |= found
+            self._live.growth.changing |= {f"{GRADIENTS}.{name}" for name in found}
+            self._live.note_changes()
 
 
 def _nothing() -> None:
@@ -473,8 +515,6 @@ def _grad(param: torch.Tensor) -> torch.Tensor:
 
 def describe_gradients(live: LiveState) -> dict[str, Any]:
     """Input of :func:`restore_gradients`, for the rank state: the common case, and exceptions by name."""
-    if live.left.dropped is not None:
-        live.left.dropped.end_overwritten()
     present: list[str] = []
     absent: list[str] = []
     others: list[list[Any]] = []
@@ -536,52 +576,41 @@ class DroppedGradients:
         self._overwritten: set[int] = set()
         self._told = False
         for param in params:
-            param.grad = self.marked(_grad(param))
-        live.left.dropped = self
+            param.grad = self.mark(_grad(param), id(param), param.numel())
+        live.left.dropped = self if params else None
 
-    def marked(self, gradient: torch.Tensor) -> _Dropped:
-        """The same memory, as a tensor that says how it is used."""
+    def mark(self, gradient: torch.Tensor, of: int, numel: int) -> _Dropped:
+        """The same memory, as a tensor that says how it is used: a part of the gradient of a parameter, by its `id`."""
         marked = torch.Tensor._make_subclass(_Dropped, gradient)
-        marked.owner = self
+        marked.owner, marked.of, marked.whole = self, of, gradient.numel() == numel
         return marked
 
-    def overwritten(self, gradients: Sequence[torch.Tensor]) -> None:
+    def overwrite(self, gradients: Sequence[_Dropped]) -> None:
         """Note that what some of them stood for is gone; not where they are a part of it."""
-        self._overwritten.update(
-            _home(one) for one in gradients if one.numel() * one.element_size() == one.untyped_storage().nbytes()
-        )
+        self._overwritten.update(one.of for one in gradients if one.whole)
+        self._unmark([param for param in self._standing() if id(param) in self._overwritten])
 
-    def read(self, gradients: Sequence[torch.Tensor]) -> None:
+    def read(self, gradients: Sequence[_Dropped]) -> None:
         """Note a call that is given some of them and may use their values."""
         # Also of those that are no parameter's gradient any more: code may keep the last ones beside the next.
-        if any(_home(one) not in self._overwritten for one in gradients):
-            self.end_overwritten()
-            self._tell_used(_READ, self._standing())  # a norm may be read tensor by tensor
-
-    def end(self, params: Iterable[torch.Tensor], zero: Container[int]) -> None:
-        """Put plain tensors in the place of those of `params`, to which a backward adds.
-
-        Args:
-            params: the parameters.
-            zero: by `id`, those for whose gradients zeros are right.
-        """
-        ids = set(map(id, params))
-        ending = [param for param in self._standing() if id(param) in ids]
-        used = [param for param in ending if id(param) not in zero and _home(_grad(param)) not in self._overwritten]
-        self._unmark(ending)
+        used = {one.of for one in gradients} - self._overwritten
         if used:
-            self._tell_used(_LEFT, used)
+            self._tell_used(_READ, [param for param in self._standing() if id(param) in used])
 
-    def end_overwritten(self) -> None:
-        """Put plain tensors in the place of those that were overwritten."""
-        self._unmark([param for param in self._standing() if _home(_grad(param)) in self._overwritten])
+    def end(self, params: Iterable[torch.Tensor]) -> None:
+        """Put plain tensors in the place of those of `params`: a backward adds to them."""
+        ids = set(map(id, params))
+        if used := [param for param in self._standing() if id(param) in ids]:
+            self._tell_used(_LEFT, used)
 
     def _standing(self) -> list[torch.Tensor]:
         return [param for param in self._params if isinstance(param.grad, _Dropped)]
 
     def _unmark(self, params: Sequence[torch.Tensor]) -> None:
         for param in params:
-            _grad(param).__class__ = torch.Tensor  # the object stays: a hook may have been given it
+            gradient: Any = param.grad
+            gradient.__class__ = torch.Tensor  # the object stays: a hook may have been given it
+            del gradient.owner, gradient.of, gradient.whole
         if not self._standing() and self._live.left.dropped is self:
             self._live.left.dropped = None
 
@@ -589,7 +618,7 @@ class DroppedGradients:
         """Say that training does not go on exactly, and keep these gradients from the next generation on."""
         if not self._told:
             self._told = True
-            self._tell(used)
+            self._tell(used.format(_KEPT_NOW if params else _KEEP))
         self._unmark(params)
         self._live.left.keep(params)
 
@@ -598,17 +627,23 @@ class _Dropped(torch.Tensor):
     """A gradient of :class:`DroppedGradients`."""
 
     owner: DroppedGradients
+    of: int  #: `id` of the parameter
+    whole: bool  #: whether it is all of that one's gradient
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        first, *others = args or ((),)
+        targets = _marked(first)
+        marked = [*targets, *(one for each in (*others, *named.values()) for one in _marked(each))]
+        name = func.__name__
         with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **(kwargs or {}))
-            first, *others = args or ((),)
-            targets = _marked(first)
-            marked = [*targets, *(one for each in others for one in _marked(each))]
+            if name in _COPIES:  # they look at the class
+                args = args[0].detach(), *others
+            found = func(*args, **named)
             if not marked:
                 return found
-            owner, name = marked[0].owner, func.__name__
+            owner = marked[0].owner
             by_zero = name in _PRODUCTS and all(type(one) in (int, float) and one == 0 for one in others)
             if (by_zero or name in _OVERWRITES) and len(marked) == len(targets):
                 if (
@@ -616,14 +651,17 @@ class _Dropped(torch.Tensor):
                     or others[0] is Ellipsis
                     or (type(others[0]) is slice and others[0] == slice(None))
                 ):
-                    owner.overwritten(targets)
+                    owner.overwrite(targets)
                 return found
             if name in _HARMLESS:
                 return found
-            homes = {_home(one) for one in marked}
             in_place = name.endswith("_") and not name.endswith("__")
-            if isinstance(found, torch.Tensor) and not in_place and _home(found) in homes:
-                return found if isinstance(found, cls) else owner.marked(found)  # the same, or a view of it
+            if isinstance(found, torch.Tensor) and not in_place:
+                for one in marked:
+                    if one is found:
+                        return found
+                    if _memory(one) == _memory(found):  # a view
+                        return owner.mark(found, one.of, one.numel() if one.whole else -1)
             if name != "__get__":
                 owner.read(marked)
         return found
@@ -633,10 +671,8 @@ def _marked(given: Any) -> list[_Dropped]:
     return [one for one in (given if isinstance(given, (list, tuple)) else (given,)) if isinstance(one, _Dropped)]
 
 
-def _home(tensor: torch.Tensor) -> int:
-    """Address of the memory that a tensor, or a view of it, is in."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.untyped_storage().data_ptr()
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 @torch.no_grad()
@@ -673,7 +709,8 @@ def restore_gradients(live: LiveState, described: dict[str, Any]) -> list[torch.
             dense.append((param, param.grad))
     large = sum(one.nbytes for _, one in dense) > FEW_BYTES
     versions = {id(param): version(one) for param, one in dense} if large else {}
-    live.left.resume(described["known"], versions)
+    zero = live.left.resume(described["known"], versions)
+    dropped = [param for param in dropped if id(param) not in zero]
     return dropped if not fsdp1_wrappers(live.model) else []  # those replace gradients by themselves
 
 

@@ -294,6 +294,7 @@ class TakingTurns(Training):
     """
 
     joint = False
+    clips = True
     scheduled = False
     net = staticmethod(lambda: nn.ModuleList([three_layers(), three_layers()]))
     make = staticmethod(lambda params: [SGD(part, lr=0.1) for part in (params[:4], params[4:])])
@@ -305,10 +306,39 @@ class TakingTurns(Training):
         out = sum(net(x) for net in self.model) if self.joint else self.model[step % 2](x)
         loss = functional.cross_entropy(out, y)
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        if self.clips:
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
         self.at("before step")
         optimizer.step()
         self.at("after step")
+        return float(loss)
+
+
+class UnevenTurns(TakingTurns):
+    """The second network is small, and gradients are zeroed before the batch ends."""
+
+    net = staticmethod(lambda: nn.ModuleList([three_layers(), nn.Linear(INPUTS, CLASSES)]))
+    clips = False
+
+    def batch(self, step: int) -> float:
+        loss = super().batch(step)
+        self.optimizers[step % 2].zero_grad(set_to_none=False)
+        return loss
+
+
+class ZeroedBefore(Training):
+    """Gradients are zeroed in place before a batch ends, `sometimes` but in each fifth one."""
+
+    net = staticmethod(lambda: three_layers())
+    sometimes = False
+    scheduled = False
+
+    def batch(self, step: int) -> float:
+        loss = self.loss(step)
+        loss.backward()
+        self.take_step(step)
+        if not self.sometimes or step % 5:
+            super().zero(to_none=False)
         return float(loss)
 
 
@@ -622,6 +652,10 @@ TWO_PACES = case_of("two-paces", TwoPaces)
 ZEROED_IN_PLACE = case_of("zeros-in-place", RareLayer)
 TURNS = case_of("clipped-turns", TakingTurns)
 JOINT_TURNS = case_of("joint-turns", TakingTurns, joint=True)
+UNEVEN_TURNS = case_of("uneven-turns", UnevenTurns)
+ZEROED_BEFORE = case_of("zeroed-before", ZeroedBefore)
+SOMETIMES_ZEROED = case_of("sometimes-zeroed", ZeroedBefore, sometimes=True)
+LARGE = case_of("large-gradients", net=three_layers)
 READ_GRADIENTS = case_of("read-gradients", net=three_layers, before=read_gradients)
 SPARSE_ZEROED_IN_PLACE = case_of("sparse-zeros-in-place", RareSparseLayer)
 
