@@ -45,7 +45,7 @@ _GROUPS, _TRAINABLE = "groups", "requires_grad"
 _ABSENCES = ("gradients", "pending")
 #: Parts of what is described of gradients that are values, and what a process has learned of them.
 _VALUES = ("values", "sparse")
-_LEARNED = "known"
+_LEARNED = ("known", "norms")
 #: First characters of the names of the session's own objects, whose owners say what is missing.
 OWN = "memckpt_"
 #: Beginnings of reasons that later resumes inherit: training goes on from a state that has this difference in it.
@@ -245,9 +245,9 @@ class RankState:
             comparison.value("hyperparameters", key, found[key], held[key])
         for key in _ABSENCES:
             comparison.value("absences", key, _without_values(found[key]), _without_values(held[key]))
-        for key in _VALUES:
-            if key in found["gradients"] and key in held["gradients"]:
-                comparison.value("state", "gradients", found["gradients"][key], held["gradients"][key])
+        ours, theirs = (_values_of(each["gradients"]) for each in (found, held))
+        for name in ours.keys() & theirs.keys():  # which of them are there depends on what a process has learned
+            comparison.value("state", "gradients", ours[name], theirs[name])
         for name in self._variables.differing_draws(held.get("drawn", {})):
             if _NOT_DRAWN.format(name) not in self._inexact:  # else that is said
                 comparison.value("generators", name, "another state", "that behind the step")
@@ -396,4 +396,9 @@ def _without_values(gradients: Any) -> Any:
     """What there is of gradients; their values follow from what was computed, and are no cause of a difference."""
     if not isinstance(gradients, dict):
         return gradients
-    return {key: one for key, one in gradients.items() if key not in (*_VALUES, _LEARNED)}
+    return {key: one for key, one in gradients.items() if key not in (*_VALUES, *_LEARNED)}
+
+
+def _values_of(gradients: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of gradients by the names of parameters, or of groups of them."""
+    return {**gradients["sparse"], **{", ".join(names): values for names, values in gradients.get("values", ())}}

@@ -254,47 +254,46 @@ _PRODUCTS = frozenset({"mul_", "__imul__", "_foreach_mul_"})
 #: Calls that copy a tensor with its class and attributes.
 _COPIES = frozenset({"__deepcopy__", "__reduce_ex__"})
 
+#: More than any counter has.
+_NEVER = 1 << 62
+
 _log = logging.getLogger("memckpt")
 
 
-#: A parameter whose gradient is looked at; changes of it in the last record, if none has come since the commit.
-_Look: TypeAlias = "tuple[torch.Tensor, int | None]"
+#: A parameter whose gradient is looked at, and whether it is as it was at the last commit.
+_Look: TypeAlias = "tuple[torch.Tensor, bool]"
 
 
 class LeftGradients:
-    """Whether gradients that a step has used are dropped or zeroed before the next backward, as far as observed.
+    """What becomes of gradients that a step has used, as far as observed; decides how much a record says of them.
+
+    Of large gradients that are dropped or zeroed before the next backward a record says nothing: a resume watches the
+    zeros in their place (:class:`DroppedGradients`). Of the others it says which are zero, and has their values if
+    these are not too many. Those that a backward adds to are copied by value, like a buffer.
 
     Args:
         live: the live state.
 
     Attributes:
         kept: names of parameters whose gradients are copied by value.
-        dropped: stands for gradients that were not restored, until the next backward of their family.
+        dropped: stands for gradients that were not restored, until each is used, dropped or overwritten.
     """
 
     def __init__(self, live: LiveState) -> None:
         self._live = live
         self.dropped: DroppedGradients | None = None
-        #: Parameters, by `id`, whose large gradients do not matter behind a commit, as backwards have shown: they are
-        #: dropped or zeroed, or else copied by value.
+        #: Parameters, by `id`, whose gradients do not matter behind a commit, as the last look at them has shown.
         self._known: set[int] = set()
-        #: Those whose gradient was zero at the last commit; changes in a record at whose end one was. It is zero again
-        #: behind one with as many, and it stays so in one without.
-        self._zero: set[int] = set()
-        self._zeroed: dict[int, int] = {}
         self._decisions = 0
-        self._described: tuple[Any, dict[str, Any]] = (None, {})
-        #: Whether of all large gradients of the last commit it is known that they do not matter, or are zero.
-        self._knows_all = True
+        self._described: tuple[tuple[int, int] | None, list[Any]] = (None, [])
+        #: Those whose gradients were zero at the last commit; on a device, at the last one of which the host knows it.
+        self._zero: set[int] = set()
         self._looked: set[Hashable] = set()
         self._looks = 0
-        #: Versions of gradients at the last commit, and their changes since the one before, by `id` of the parameter.
+        #: Versions of large gradients at the last commit, by `id` of the parameter.
         self._versions: dict[int, int] = {}
-        self._moves: dict[int, int] = {}
-        #: Those whose gradient a backward has made anew in this record, so that its version counts from there.
-        self._made_anew: set[int] = set()
         #: Norms on their way from a device: what they are of, and the event behind them.
-        self._asked: tuple[list[_Look], torch.Tensor, torch.Event] | None = None
+        self._asked: list[tuple[list[_Look], torch.Tensor, torch.Event]] = []
         #: By family, the parameter that got the first gradient of the last backward; its gradient at the last commit.
         self._first: dict[Hashable, torch.Tensor] = {}
         self._was: dict[Hashable, tuple[Callable[[], torch.Tensor | None], int]] = {}
@@ -324,62 +323,36 @@ class LeftGradients:
         """What was restored in the place of a gradient that was None."""
         return self._zeros.pop(name, None)
 
-    def describe_known(self) -> dict[str, Any]:
-        """What is known of gradients at the last commit, for :meth:`resume`; made anew where that has changed.
+    # Commits
 
-        A set of parameters is whether most are in it, and the names of the others.
-        """
-        found = self._decisions, self._live.changes, frozenset(self._zero)
+    def describe_known(self) -> list[Any]:
+        """Whether most parameters are known, and the names of the others; encoded anew where that has changed."""
+        found = self._decisions, self._live.changes
         if self._described[0] != found:
-            groups: dict[int, set[int]] = {}
-            for key, moves in self._zeroed.items():
-                groups.setdefault(moves, set()).add(key)
-            zeroed = [[moves, *self._describe(keys)] for moves, keys in groups.items()]
-            known, zero = self._describe(self._known), self._describe(self._zero)
-            self._described = found, {"known": known, "zero": zero, "zeroed": zeroed}
+            known: dict[bool, list[str]] = {True: [], False: []}
+            for name, param in self._live.named_parameters():
+                known[id(param) in self._known].append(name)
+            most = len(known[True]) > len(known[False])
+            self._described = found, [most, known[not most]]
         return self._described[1]
 
-    def _describe(self, found: set[int]) -> list[Any]:
-        names: dict[bool, list[str]] = {True: [], False: []}
-        for name, param in self._live.named_parameters():
-            names[id(param) in found].append(name)
-        most = len(names[True]) > len(names[False])
-        return [most, names[not most]]
-
-    def _described_by(self, most: bool, others: Iterable[str]) -> set[int]:
+    def resume(self, most: bool, others: Iterable[str], zero: set[int], versions: Mapping[int, int]) -> None:
+        """Continue a process that has known what :meth:`describe_known` returned, and committed these gradients."""
         names = set(others)
-        return {id(param) for name, param in self._live.named_parameters() if (name in names) != most}
-
-    def resume(self, described: Mapping[str, Any], versions: Mapping[int, int]) -> set[int]:
-        """Continue a process that has known what :meth:`describe_known` returned, and committed these gradients.
-
-        Returns the parameters, by `id`, whose gradients were zero.
-        """
-        self._known = self._described_by(*described["known"])
-        self._zeroed = {key: moves for moves, *names in described["zeroed"] for key in self._described_by(*names)}
+        self._known = {id(param) for name, param in self._live.named_parameters() if (name in names) != most}
         self._decisions += 1
         self.committed(versions)
-        self._moves = {}  # how that record has changed them is not known here
-        self._zero = self._described_by(*described["zero"])
-        self._knows_all = versions.keys() <= self._known | self._zero
-        return self._zero
+        self._zero = zero
 
-    def committed(self, versions: Mapping[int, int]) -> bool:
+    def committed(self, versions: Mapping[int, int]) -> set[int]:
         """Note that a record has ended, with the version counters of large gradients by the `id` of the parameter.
 
-        Returns whether none of their values is needed for a resume.
+        Returns those of which it is not known that they do not matter.
         """
-        anew, before = self._made_anew, self._versions
-        self._moves = {key: count - before.get(key, 0) for key, count in versions.items() if key not in anew}
         self._versions = dict(versions)
         self._looked.clear()
-        self._made_anew.clear()
         large = [(family, one.grad) for family, one in self._first.items() if id(one) in versions]
         self._was = {family: (weakref.ref(one), version(one)) for family, one in large if one is not None}
-        unchanged, zeroed = self._zero, self._zeroed
-        self._zero = {key for key, moves in self._moves.items() if zeroed.get(key) == moves}
-        self._zero |= {key for key in unchanged if self._moves.get(key) == 0}
-        self._knows_all = versions.keys() <= self._known | self._zero
         if self._kept_anew:
             _log.info(
                 "memckpt: gradients of %d parameter(s), %s among them, are used once more behind their step: read, or "
@@ -389,7 +362,19 @@ class LeftGradients:
                 min(self._kept_anew),
             )
             self._kept_anew.clear()
-        return self._knows_all
+        unknown = versions.keys() - self._known
+        self._zero &= unknown
+        return unknown
+
+    def measure(self, params: Sequence[torch.Tensor]) -> tuple[torch.Tensor, set[int]]:
+        """Largest magnitudes of these gradients at a commit; by `id`, the parameters whose values a resume may need."""
+        norms = torch.stack(torch._foreach_norm([_grad(param) for param in params], torch.inf))
+        ids = [id(param) for param in params]
+        if norms.device.type == "cpu":  # else the host would wait
+            self._zero = {key for key, norm in zip(ids, norms.tolist(), strict=True) if not norm}
+        return norms, set(ids) - self._zero
+
+    # Backwards
 
     def compare_gradients(self, family: Hashable, members: Sequence[torch.Tensor], fired: torch.Tensor) -> None:
         """Look at the gradients of parameters that are about to get new ones; `fired` has just got the first one."""
@@ -400,9 +385,9 @@ class LeftGradients:
             self.dropped.end([*members, *strangers])
         if not self._looked:
             self._looks += 1
-            if self._asked is not None and self._asked[2].query():
-                (looks, norms, _), self._asked = self._asked, None
-                self._judge(looks, norms)
+            while self._asked and self._asked[0][2].query():
+                looks, norms, _ = self._asked.pop(0)
+                self._judge(looks, norms, measured=False)
             self._look_at(strangers)
         self._looked.add(family)
         self._look_at(members, fired)
@@ -414,91 +399,82 @@ class LeftGradients:
         if self._first.get(family) is not fired or id(fired) not in self._versions:
             return
         held, counted = self._was.get(family, (_nothing, 0))
-        if held() is not _grad(fired):
-            self._note_dropped(fired)
-            return
-        # Its new gradient has been added to what was there: to zeros, if those of the others are zeros.
-        others = {id(one): version(one.grad) for one in members if one.grad is not None and one is not fired}
-        kept = {id(self._live.parameter(name)) for name in self.kept}
-        as_at_commit = all(self._versions.get(one, count) == count for one, count in others.items())
-        alike = as_at_commit and self._moves.get(id(fired)) in {self._moves.get(one) for one in others}
-        unchanged = version(_grad(fired)) == counted + 1
-        if not others or others.keys() & kept or (unchanged and not alike):
-            self.keep([fired])
+        gradient = _grad(fired)
+        others = {id(one) for one in members if one.grad is not None and one is not fired}
+        if held() is not gradient:
+            self._settle(fired, True)
+        elif version(gradient) > counted + 1:
+            # Changed since the commit: to zeros, if those of the others are.
+            kept = {id(self._live.parameter(name)) for name in self.kept}
+            self._settle(fired, bool(others) and others.isdisjoint(kept))
         else:
-            self._note_zero(fired, self._moves.get(id(fired), 0) if unchanged else None)
-
-    def _note_dropped(self, param: torch.Tensor) -> None:
-        """Note that a gradient of the last commit is not there any more; before it may have been zeros."""
-        self._made_anew.add(id(param))
-        if id(param) not in self._known:
-            self._decisions += 1
-            if self._zeroed.pop(id(param), None) is None:
-                self._known.add(id(param))
-
-    def _note_zero(self, param: torch.Tensor, moves: int | None) -> None:
-        """Note that a gradient is zero: since a commit behind so many changes, or (None) only since then."""
-        if moves is None:
-            self._decisions += id(param) not in self._known
-            self._known.add(id(param))
-            return
-        self._zero.add(id(param))
-        if moves > 0 and self._zeroed.get(id(param)) != moves:
-            self._decisions += 1
-            self._known.discard(id(param))
-            self._zeroed[id(param)] = moves
+            zeros = {id(fired)} if gradient.device.type == "cpu" else others
+            self._settle(fired, None if id(fired) in self._known or zeros & self._zero else False)
 
     def _strangers(self) -> list[torch.Tensor]:
-        """Parameters in no optimizer, which nobody may ever zero."""
+        """Parameters in no optimizer that a backward may reach, and that nobody may ever zero."""
         if not self._versions:
             return []
         mine = {id(p) for one in self._live.optimizers for group in one.param_groups for p in group["params"]}
-        return [param for _, param in self._live.named_parameters() if id(param) not in mine]
+        named = self._live.named_parameters()
+        return [param for _, param in named if id(param) not in mine and param.requires_grad]
 
     def _look_at(self, params: Sequence[torch.Tensor], fired: torch.Tensor | None = None) -> None:
-        there = [param for param in params if param.grad is not None and param is not fired]
-        there = [param for param in there if id(param) in self._versions]
-        if self._zeroed or not self._knows_all:
-            for one in params:
-                if one.grad is None and id(one) in self._versions:
-                    self._note_dropped(one)
-        # Reading values takes a while: where all have been zeroed in place, they most probably are again.
+        there = []
+        for param in params:
+            if id(param) in self._versions and param is not fired:
+                if param.grad is not None:
+                    there.append(param)
+                elif id(param) not in self._known:
+                    self._settle(param, True)
+        # Reading values takes a while, and what was seen will most probably be again.
         if there and self._looks & (self._looks - 1):
             there = [param for param in there if self._is_to_be_read(param)]
         if not there:
             return
         norms = torch.stack(torch._foreach_norm([_grad(param) for param in there], torch.inf))
-        counts = self._moves
-        looks = [(one, counts.get(id(one), 0) if self._is_as_at_commit(one) else None) for one in there]
+        looks = [(param, self._is_as_at_commit(param)) for param in there]
         if self._looks <= 2 or norms.device.type == "cpu":
-            self._judge(looks, norms)
+            self._judge(looks, norms, measured=norms.device.type == "cpu")
             return
         # The host must not wait for the device in each step: it reads the norms at a later look.
         host = torch.empty_like(norms, device="cpu", pin_memory=True).copy_(norms, non_blocking=True)
-        self._asked = looks, host, torch.accelerator.current_stream(norms.device).record_event()
+        self._asked.append((looks, host, torch.accelerator.current_stream(norms.device).record_event()))
 
     def _is_to_be_read(self, param: torch.Tensor) -> bool:
         return id(param) not in (self._zero if self._is_as_at_commit(param) else self._known)
 
-    def _judge(self, looks: Sequence[_Look], norms: torch.Tensor) -> None:
-        kept = []
-        for (param, moves), norm in zip(looks, norms.tolist(), strict=True):
-            if norm:
-                kept.append(param)
-            else:
-                self._note_zero(param, moves)
-        self.keep(kept)
-
     def _is_as_at_commit(self, param: torch.Tensor) -> bool:
         return self._versions[id(param)] == version(_grad(param))
+
+    def _judge(self, looks: Sequence[_Look], norms: torch.Tensor, measured: bool) -> None:
+        """Judge gradients by their norms; `measured`: the host knows which were zero at the commit."""
+        kept = []
+        for (param, as_at_commit), norm in zip(looks, norms.tolist(), strict=True):
+            if norm:
+                kept.append(param)
+            elif as_at_commit and (not measured or id(param) in self._zero | self._known):
+                self._settle(param, None)  # zero at the commit, too: that is measured there
+                self._zero |= set() if measured else {id(param)}
+            else:
+                self._settle(param, True)  # zeroed since, perhaps past the counter
+        self.keep(kept)
+
+    def _settle(self, param: torch.Tensor, matters_not: bool | None) -> None:
+        """Note whether a gradient does not matter behind a commit; None: that is not known."""
+        if matters_not is False:
+            self.keep([param])
+        elif (id(param) in self._known) != bool(matters_not):
+            self._decisions += 1
+            self._known ^= {id(param)}
 
     def keep(self, params: Sequence[torch.Tensor]) -> None:
         """Have the gradients of these parameters copied by value from the next generation on."""
         names = self._live.names() if params else {}  # what was replaced in its module since the commit has none
         found = {names[id(param)] for param in params if id(param) in names} - self.kept
-        self._known.update(map(id, params))
+        for param in params:
+            self._settle(param, True)
         if found:
-            self._decisions += 1
             self._kept_anew |= found
             self._live.growth.changing |= {f"{GRADIENTS}.{name}" for name in found}
             self._live.note_changes()
@@ -538,13 +514,16 @@ def describe_gradients(live: LiveState) -> dict[str, Any]:
     usual = len(present) > len(absent)
     found: dict[str, Any] = {"usual": usual, "unusual": absent if usual else present, "others": others}
     found["sparse"] = sparse
-    nbytes = sum(gradient.nbytes for *_, gradient in dense)
+    large = sum(gradient.nbytes for *_, gradient in dense) > FEW_BYTES
     # Runs for each gradient of each step: a counter is read without a call.
-    versions = {id(param): one._version for _, param, one in dense} if nbytes > FEW_BYTES else {}
-    known = live.left.committed(versions)
+    unknown = live.left.committed({id(param): one._version for _, param, one in dense} if large else {})
     found["known"] = live.left.describe_known()
-    few = nbytes <= (FEW_BYTES if known else UNKNOWN_BYTES)
-    if few and dense:
+    if unknown:
+        dense = [each for each in dense if id(each[1]) in unknown]
+        norms, needed = live.left.measure([param for _, param, _ in dense])
+        found["norms"] = [[name for name, *_ in dense], norms]
+        dense = [each for each in dense if id(each[1]) in needed]
+    if dense and (not large or (unknown and sum(gradient.nbytes for *_, gradient in dense) <= UNKNOWN_BYTES)):
         by_dtype: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = {}
         for name, _, gradient in dense:
             by_dtype.setdefault(gradient.dtype, []).append((name, gradient.detach().reshape(-1)))
@@ -571,55 +550,66 @@ class DroppedGradients:
 
     def __init__(self, live: LiveState, params: Sequence[torch.Tensor], tell: Callable[[str], None]) -> None:
         self._live = live
-        self._params = params
         self._tell = tell
+        #: By `id`, parameters whose gradients stand for others, unless they have got another one.
+        self._standing = {id(param): param for param in params}
         self._overwritten: set[int] = set()
+        #: Counters of views of a common buffer, which may be zeroed as a whole.
+        self._counted: dict[int, int] = {}
         self._told = False
         for param in params:
-            param.grad = self.mark(_grad(param), id(param), param.numel())
+            gradient = _grad(param)
+            if gradient.nbytes < gradient.untyped_storage().nbytes():
+                self._counted[id(param)] = version(gradient)
+            param.grad = self.mark(gradient, id(param), whole=True)
         live.left.dropped = self if params else None
 
-    def mark(self, gradient: torch.Tensor, of: int, numel: int) -> _Dropped:
-        """The same memory, as a tensor that says how it is used: a part of the gradient of a parameter, by its `id`."""
+    def mark(self, gradient: torch.Tensor, of: int, whole: bool) -> _Dropped:
+        """The same memory, as a tensor that says how it is used: all or a part of the gradient of a parameter."""
         marked = torch.Tensor._make_subclass(_Dropped, gradient)
-        marked.owner, marked.of, marked.whole = self, of, gradient.numel() == numel
+        marked.owner, marked.of, marked.whole = self, of, whole
         return marked
 
     def overwrite(self, gradients: Sequence[_Dropped]) -> None:
         """Note that what some of them stood for is gone; not where they are a part of it."""
-        self._overwritten.update(one.of for one in gradients if one.whole)
-        self._unmark([param for param in self._standing() if id(param) in self._overwritten])
+        whole = [one.of for one in gradients if one.whole]
+        self._overwritten.update(whole)
+        self._unmark(whole)
 
     def read(self, gradients: Sequence[_Dropped]) -> None:
         """Note a call that is given some of them and may use their values."""
         # Also of those that are no parameter's gradient any more: code may keep the last ones beside the next.
-        used = {one.of for one in gradients} - self._overwritten
-        if used:
-            self._tell_used(_READ, [param for param in self._standing() if id(param) in used])
+        if used := {one.of for one in gradients} - self._overwritten:
+            self._tell_used(_READ, used)
 
     def end(self, params: Iterable[torch.Tensor]) -> None:
         """Put plain tensors in the place of those of `params`: a backward adds to them."""
-        ids = set(map(id, params))
-        if used := [param for param in self._standing() if id(param) in ids]:
+        marked = [param for param in params if isinstance(param.grad, _Dropped)]
+        # The backward has added once at most.
+        zeroed = [one for one in marked if version(_grad(one)) > self._counted.get(id(one), _NEVER) + 1]
+        self._unmark(map(id, zeroed))
+        if used := {id(one) for one in marked} - {id(one) for one in zeroed}:
             self._tell_used(_LEFT, used)
 
-    def _standing(self) -> list[torch.Tensor]:
-        return [param for param in self._params if isinstance(param.grad, _Dropped)]
-
-    def _unmark(self, params: Sequence[torch.Tensor]) -> None:
-        for param in params:
-            gradient: Any = param.grad
-            gradient.__class__ = torch.Tensor  # the object stays: a hook may have been given it
-            del gradient.owner, gradient.of, gradient.whole
-        if not self._standing() and self._live.left.dropped is self:
+    def _unmark(self, ids: Iterable[int]) -> list[torch.Tensor]:
+        """Make the gradients of these parameters plain again; returns the parameters that had marked ones."""
+        found = []
+        for key in ids:
+            param = self._standing.pop(key, None)
+            if param is not None and isinstance(gradient := param.grad, _Dropped):
+                gradient.__class__ = torch.Tensor  # type: ignore[assignment]  # the object stays: hooks may have it
+                del gradient.owner, gradient.of, gradient.whole
+                found.append(param)
+        if not self._standing and self._live.left.dropped is self:
             self._live.left.dropped = None
+        return found
 
-    def _tell_used(self, used: str, params: Sequence[torch.Tensor]) -> None:
+    def _tell_used(self, used: str, ids: set[int]) -> None:
         """Say that training does not go on exactly, and keep these gradients from the next generation on."""
+        params = self._unmark(ids)
         if not self._told:
             self._told = True
             self._tell(used.format(_KEPT_NOW if params else _KEEP))
-        self._unmark(params)
         self._live.left.keep(params)
 
 
@@ -656,12 +646,12 @@ class _Dropped(torch.Tensor):
             if name in _HARMLESS:
                 return found
             in_place = name.endswith("_") and not name.endswith("__")
-            if isinstance(found, torch.Tensor) and not in_place:
+            if isinstance(found, torch.Tensor) and not in_place and found.layout is torch.strided:
                 for one in marked:
                     if one is found:
                         return found
                     if _memory(one) == _memory(found):  # a view
-                        return owner.mark(found, one.of, one.numel() if one.whole else -1)
+                        return owner.mark(found, one.of, one.whole and one.numel() == found.numel())
             if name != "__get__":
                 owner.read(marked)
         return found
@@ -709,7 +699,11 @@ def restore_gradients(live: LiveState, described: dict[str, Any]) -> list[torch.
             dense.append((param, param.grad))
     large = sum(one.nbytes for _, one in dense) > FEW_BYTES
     versions = {id(param): version(one) for param, one in dense} if large else {}
-    zero = live.left.resume(described["known"], versions)
+    names, norms = described.get("norms", ([], torch.empty(0)))
+    parameters = dict(live.named_parameters())
+    zero = {id(parameters.get(name)) for name, norm in zip(names, norms.tolist(), strict=True) if not norm}
+    most_known, others_known = described["known"]
+    live.left.resume(most_known, others_known, zero, versions)
     dropped = [param for param in dropped if id(param) not in zero]
     return dropped if not fsdp1_wrappers(live.model) else []  # those replace gradients by themselves
 

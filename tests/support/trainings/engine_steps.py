@@ -342,6 +342,19 @@ class ZeroedBefore(Training):
         return float(loss)
 
 
+class Fading(ZeroedBefore):
+    """Gradients are multiplied before a batch ends: by zero at first, and later not."""
+
+    def batch(self, step: int) -> float:
+        loss = self.loss(step)
+        loss.backward()
+        self.take_step(step)
+        for param in self.model.parameters():
+            assert param.grad is not None
+            param.grad.mul_(0.0 if step < 8 else 0.5)
+        return float(loss)
+
+
 class RareSparseLayer(RareLayer):
     """The same with sparse gradients."""
 
@@ -655,6 +668,7 @@ JOINT_TURNS = case_of("joint-turns", TakingTurns, joint=True)
 UNEVEN_TURNS = case_of("uneven-turns", UnevenTurns)
 ZEROED_BEFORE = case_of("zeroed-before", ZeroedBefore)
 SOMETIMES_ZEROED = case_of("sometimes-zeroed", ZeroedBefore, sometimes=True)
+FADING = case_of("fading-gradients", Fading)
 LARGE = case_of("large-gradients", net=three_layers)
 READ_GRADIENTS = case_of("read-gradients", net=three_layers, before=read_gradients)
 SPARSE_ZEROED_IN_PLACE = case_of("sparse-zeros-in-place", RareSparseLayer)
