@@ -1,4 +1,4 @@
-"""Bytes that peers send at each step, compared to full-state replication and to coding by XOR reductions."""
+"""Bytes that peers send and hold, compared to full-state replication and to coding by XOR reductions."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.support.cluster import netns
 
 PERIOD = 8
 SIZE = "demo"
-TITLE = "Bytes that peers send at each step"
+TITLE = "Bytes that peers send at each step, and that nodes hold"
 METHOD = """\
 A GPT with AdamW in fp32, trained on k + m nodes (one rank each, gloo), every record kept by peers so that any m nodes
 can be lost, T=8. Counted over the steps of an anchor period, after the first window has been sent, and summed over all
 nodes; each step's records are acknowledged before the next step begins. Per step and parameter of the model, which with
-FSDP2 is held once over all nodes:
+FSDP2, and with slices under DDP, is held once over all nodes:
 
 - *pieces*: what memckpt calls bytes per record: the fragments' payloads.
 - *messages*: what the transports hand over: pieces with their headers, acknowledgements, the job's watermark.
@@ -38,17 +38,21 @@ FSDP2 is held once over all nodes:
 
 The formulas: *design* (k + m - 1)/k x (4 + 12/T). *full state* M - 1 = m copies of 12 bytes, as with Gemini's
 replication of the state at every step. *XOR reduction* m x 12 bytes, as with ECCheck. All of them tolerate the loss of
-m nodes. With DDP every node has the state, and what travels is what is private to a rank, its generators' states first
-of all; that does not grow with the model, and no formula is for it."""
+m nodes. Where under DDP every node holds the state, what travels is what is private to a rank, its generators' states
+first of all; that does not grow with the model, and no formula is for it.
+
+*held* is what one node has in memory, in MB, the mean of all: regions of its own state and records, and fragments of
+other nodes' records."""
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """A code, and the training that it protects."""
+    """A code, and the training that it protects; `sliced`: whether each node holds its slice of the state only."""
 
     kind: Kind
     data: int
     tolerate: int
+    sliced: bool = False
 
     @property
     def nodes(self) -> int:
@@ -67,19 +71,24 @@ class Scheme:
 
 FULL = (
     *(Scheme("fsdp", data, tolerate) for data, tolerate in ((1, 1), (3, 1), (2, 2), (4, 2))),
-    *(Scheme("ddp", data, tolerate) for data, tolerate in ((1, 1), (4, 2))),
+    *(Scheme("ddp", data, tolerate, sliced) for data, tolerate in ((1, 1), (2, 1), (3, 1)) for sliced in (False, True)),
 )
-QUICK = (Scheme("fsdp", 2, 2), Scheme("ddp", 1, 1))
+QUICK = (Scheme("fsdp", 2, 2), Scheme("ddp", 1, 1), Scheme("ddp", 2, 1, sliced=True))
 
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes of all nodes at each step; `wire` is None if it could not be counted."""
+    """Bytes of all nodes at each step; `wire` is None if it could not be counted.
+
+    `own` and `others` are bytes held of all nodes' own states and records, and of others' records.
+    """
 
     numel: int
     pieces: float
     messages: float
     wire: float | None
+    own: int
+    others: int
 
 
 def count(scheme: Scheme) -> Sent:
@@ -89,7 +98,13 @@ def count(scheme: Scheme) -> Sent:
         MemoryError: this machine has too little memory.
     """
     peers = ErasureConfig(data=scheme.data, tolerate=scheme.tolerate, overhead=1.0)
-    config = MemckptConfig(redo="lazy", anchor_period_steps=PERIOD, storage=None, peers=peers)
+    config = MemckptConfig(
+        redo="lazy",
+        anchor_period_steps=PERIOD,
+        storage=None,
+        peers=peers,
+        slices="always" if scheme.sliced else "never",
+    )
     with ExitStack() as stack:
         directory = stack.enter_context(scratch_directory())
         task = Task(scheme.kind, SIZE, scheme.nodes, directory, config)
@@ -122,7 +137,8 @@ def _count(nodes: Nodes) -> Sent:
         pieces.append(sum(status.bytes_per_record or 0.0 for status in nodes.peers_status(record)))
     sent_now, wire_now = _sent(nodes, before + PERIOD)
     on_wire = None if wire is None or wire_now is None else (wire_now - wire) / PERIOD
-    return Sent(nodes.numel, statistics.mean(pieces), (sent_now - sent) / PERIOD, on_wire)
+    own, others = nodes.held_bytes()
+    return Sent(nodes.numel, statistics.mean(pieces), (sent_now - sent) / PERIOD, on_wire, own, others)
 
 
 def _sent(nodes: Nodes, record: int) -> tuple[int, int | None]:
@@ -147,7 +163,7 @@ def add_row(report: Report, scheme: Scheme, sent: Sent) -> None:
         return "-" if nbytes is None else f"{nbytes / sent.numel:.3f}"
 
     formulas, figures = ["-"] * 4, {}
-    if scheme.kind == "fsdp":
+    if scheme.kind == "fsdp" or scheme.sliced:
         most = (sent.messages if sent.wire is None else sent.wire) / sent.numel
         formulas = [
             f"{scheme.designed:.3f}", f"{scheme.full_state:.0f}",
@@ -158,18 +174,21 @@ def add_row(report: Report, scheme: Scheme, sent: Sent) -> None:
             "full_state_bytes": scheme.full_state * sent.numel,
             "xor_reduction_bytes": scheme.full_state * sent.numel,
         }
+    training = "FSDP2" if scheme.kind == "fsdp" else "DDP, slices" if scheme.sliced else "DDP"
     report.add(
-        "FSDP2" if scheme.kind == "fsdp" else "DDP", f"{scheme.data}, {scheme.tolerate}", str(scheme.nodes),
-        f"{sent.pieces / scheme.nodes / 1e3:.1f}", each(sent.pieces), each(sent.messages), each(sent.wire), *formulas,
-        kind=scheme.kind, data=scheme.data, tolerate=scheme.tolerate, numel=sent.numel, pieces_bytes=sent.pieces,
-        message_bytes=sent.messages, wire_bytes=sent.wire, **figures,
+        training, f"{scheme.data}, {scheme.tolerate}", str(scheme.nodes), f"{sent.own / scheme.nodes / 1e6:.1f}",
+        f"{sent.others / scheme.nodes / 1e6:.1f}", f"{sent.pieces / scheme.nodes / 1e3:.1f}", each(sent.pieces),
+        each(sent.messages), each(sent.wire), *formulas,
+        kind=scheme.kind, data=scheme.data, tolerate=scheme.tolerate, sliced=scheme.sliced, numel=sent.numel,
+        pieces_bytes=sent.pieces, message_bytes=sent.messages, wire_bytes=sent.wire, own_bytes=sent.own,
+        others_bytes=sent.others, **figures,
     )  # fmt: skip
 
 
 def main(options: Options) -> None:
     report = options.report(
-        TITLE, METHOD, "training", "k, m", "nodes", "pieces, KB a node", "pieces", "messages", "wire", "design",
-        "full state, XOR reduction", "wire / design", "wire / full state",
+        TITLE, METHOD, "training", "k, m", "nodes", "held, MB a node", "of others", "pieces, KB a node", "pieces",
+        "messages", "wire", "design", "full state, XOR reduction", "wire / design", "wire / full state",
     )  # fmt: skip
     report.notes.append(f"Model `{SIZE}`; bytes per parameter, sent by all nodes together at each step.")
     if (problem := netns.problem(as_root=True)) is not None:

@@ -78,6 +78,14 @@ class Nodes:
             time.sleep(_LOOK_AGAIN_SECONDS)  # an agent answers questions, and tells nobody by itself
         raise RuntimeError(f"expected record {record} to be acknowledged, found {found} on {self.task.node(rank)}")
 
+    def held_bytes(self) -> tuple[int, int]:
+        """Bytes that all nodes hold: of their own states and records, and of other nodes' records."""
+        found = [ask_status(self.task.address(rank)) for rank in range(self.task.nodes)]
+        there = [status for status in found if status is not None and status.peers is not None]
+        if len(there) < len(found):
+            raise RuntimeError(f"expected an answer of {len(found)} agents with peers, found {len(there)}")
+        return sum(one.held_bytes for one in there), sum(one.peers.held_bytes for one in there if one.peers)
+
     def take_until_stored(self, steps: int) -> None:
         """Take blocks of steps until storage has a checkpoint of all nodes that this attempt has written.
 

@@ -18,6 +18,8 @@ from rich.table import Table
 
 from memckpt.config.arguments import config_from_environment
 from memckpt.errors import ConfigurationError
+from memckpt.journal.events import Finished
+from memckpt.journal.journal import find_finish
 from memckpt.processes.address import AgentAddress
 from memckpt.storage.owner import kept_url
 from memckpt.storage.store import Store
@@ -82,9 +84,12 @@ def no_agent(address: AgentAddress) -> str:
         for agent in address.leaving():
             if not agent.ends(within=0.0):
                 return f"{said}: pid {agent.pid} was told to end, and still writes to storage what it holds"
+    if (finish := find_finish(address.run_dir, address.node)) is not None and isinstance(finish.event, Finished):
+        step = "" if finish.event.step is None else f" at step {finish.event.step}"
+        said = f"{said}: training has finished{step}, {time_text(finish.envelope.time)}"
     others = sorted(path.stem.removeprefix("agent-") for path in address.run_dir.glob("agent-*.log"))
     others = [name for name in others if name != address.node]
-    if others:
+    if others and finish is None:
         return f"{said}; this run had agents on {', '.join(others)}: ask there, or name one with --node"
     later = sorted(address.run_dir.glob("training-*"))
     return f"{said}; a later training of its script is in {later[-1]}" if later else said

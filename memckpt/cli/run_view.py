@@ -14,6 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from memckpt.cli.common import count, err, place_of, seconds_text
 from memckpt.errors import AgentGoneError, ForeignStateError, MemckptError, NothingHeldError, StorageError, UsageError
+from memckpt.journal.journal import find_finish
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status
 from memckpt.protocol.status import Status
@@ -53,6 +54,7 @@ class View:
     agent: Status | None  #: None: no agent answered
     agent_problem: str  #: why the agent could not be asked; empty if it could, or if there is none
     stored: Stored | None  #: findings in storage; None: storage was not read
+    finished: bool = False  #: whether no agent is there since training has finished
 
     @property
     def empty(self) -> bool:
@@ -87,6 +89,7 @@ class View:
             "lag_records": self.lag_records,
             "stored": self.stored,
             "steps_behind": self.steps_behind,
+            "finished": self.finished,
         }
 
 
@@ -109,7 +112,10 @@ class Looker:
             agent = ask_status(self.address)
         except AgentGoneError as error:
             problem = str(error)
-        return View(self.address, agent, problem, None if self._memory_only else self._look_into_storage(agent))
+        stored = None if self._memory_only else self._look_into_storage(agent)
+        gone = agent is None and not problem
+        finished = gone and find_finish(self.address.run_dir, self.address.node) is not None
+        return View(self.address, agent, problem, stored, finished)
 
     def _look_into_storage(self, agent: Status | None) -> Stored:
         tier = agent.storage if agent is not None else None

@@ -162,7 +162,7 @@ def render(view: View) -> Group:
     """A view as a table."""
     table, agent = plain_table(), view.agent
     if agent is None:
-        _add(table, "memory", view.agent_problem or no_agent(view.address), "yellow")
+        _add(table, "memory", view.agent_problem or no_agent(view.address), "" if view.finished else "yellow")
     else:
         _show_memory(table, agent, view.lag_records)
         if agent.peers is not None:

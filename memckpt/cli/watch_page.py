@@ -33,7 +33,8 @@ def page(view: View, entries: Sequence[Entry], console: Console) -> Group:
     parts: list[RenderableType] = [_headline(view), *_problems(view), Text(), _tiers(view), Text()]
     if view.agent is not None and view.agent.recent_stalls:
         parts += [_stalls(view.agent.recent_stalls, console.width), Text()]
-    parts.append(_losses(view))
+    if not view.finished:
+        parts.append(_losses(view))
     used = sum(len(console.render_lines(part, pad=False)) for part in parts)
     room = console.height - used - 3  # a frame, and the cursor's line
     parts.append(_events(entries, min(_EVENTS, max(_EVENTS_AT_LEAST, room))))
@@ -52,7 +53,7 @@ def _headline(view: View) -> Text:
 
 def _problems(view: View) -> list[Text]:
     if view.agent is None:
-        return [Text(view.agent_problem or no_agent(view.address), style="yellow")]
+        return [Text(view.agent_problem or no_agent(view.address), style="" if view.finished else "yellow")]
     problems = list(alarms_of(view.agent))
     if not view.agent.trainers:
         problems.insert(0, "no trainer is connected")

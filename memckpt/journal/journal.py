@@ -12,13 +12,13 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from memckpt.errors import DamagedStateError
-from memckpt.journal.events import AnyEvent, Entry, Envelope, Lost, decode, encode
+from memckpt.journal.events import AnyEvent, AttemptBegan, Entry, Envelope, Finished, Lost, decode, encode
 
 _log = logging.getLogger("memckpt.agent")
 #: Size in bytes at which a file is rotated, and number of older files that are kept.
@@ -209,16 +209,28 @@ def read_journal(run_dir: Path, node: str | None = None) -> list[Entry]:
 
 def latest_attempt(run_dir: Path, node: str) -> int:
     """Number of the newest attempt in a node's journal; 0 where there is none, or it cannot be read."""
-    numbers = [0]
+    for entries in _read_ends(run_dir, node):
+        if newest := max((entry.envelope.attempt for entry in entries), default=0):
+            return newest  # an agent without trainers may fill a file, too
+    return 0
+
+
+def find_finish(run_dir: Path, node: str) -> Entry | None:
+    """The event in a node's journal that training has finished, if no attempt has begun since."""
+    for entries in _read_ends(run_dir, node):
+        for entry in reversed(entries):
+            if isinstance(entry.event, Finished | AttemptBegan):
+                return entry if isinstance(entry.event, Finished) else None
+    return None
+
+
+def _read_ends(run_dir: Path, node: str) -> Iterator[list[Entry]]:
+    """The last entries of each file of a node's journal, the newest file first; of those that can be read."""
     for path in reversed(files_of(run_dir, node).get(node, [])):
-        if not path.is_file():
-            continue
-        with contextlib.suppress(OSError), path.open("rb") as file:  # a journal is nothing that a start depends on
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            numbers += [entry.envelope.attempt for entry in entries_of(file.read(_TAIL_BYTES).split(b"\n"))]
-        if max(numbers):  # an agent without trainers may fill a file, too
-            break
-    return max(numbers)
+        if path.is_file():
+            with contextlib.suppress(OSError), path.open("rb") as file:  # no command and no start depends on it
+                file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+                yield entries_of(file.read(_TAIL_BYTES).split(b"\n"))
 
 
 class _File:

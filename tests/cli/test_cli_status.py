@@ -18,6 +18,8 @@ from memckpt.cli.run_view import Looker, Stored, View, problems_of
 from memckpt.cli.status import render
 from memckpt.config import StorageConfig
 from memckpt.errors import AgentGoneError, AgentNotFoundError, ConfigurationError
+from memckpt.journal.events import AgentLeft, AttemptBegan, Finished
+from memckpt.journal.journal import Journal
 from memckpt.processes.address import AgentAddress
 from memckpt.protocol.status import AuditStatus, PeerLinkStatus, StorageStatus
 from memckpt.storage.local_store import LocalStore
@@ -214,6 +216,24 @@ def test_storage_is_shown_where_no_agent_answers(run: Path) -> None:
     assert "step 2" in invoke("status", run)[1]
     elsewhere = run.parent / "elsewhere"
     assert invoke_json("status", elsewhere, "--url", run / "storage")[1]["stored"]["step"] == 2
+
+
+def test_a_run_that_has_finished_says_so(run: Path) -> None:
+    """Until an attempt begins, whatever its agents note behind the end."""
+    journal = Journal(run, AgentAddress.of(run, None).node)
+    began = AttemptBegan(1, ((0, 1),))
+    for events, finished in (
+        ([began, Finished(7), AgentLeft("finished")], True),
+        ([began, AgentLeft("told to")], False),
+    ):
+        for event in events:
+            journal.add(event)
+        assert journal.settle(10.0)
+        assert invoke_json("status", run)[1]["finished"] == finished
+        with pytest.raises(AgentNotFoundError) as none:
+            invoke("status", run, "--memory")
+        assert ("training has finished at step 7, " in str(none.value)) == finished
+    journal.close()
 
 
 def test_a_probe_asks_the_agent_alone(run: Path, lab: Lab) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -73,6 +74,12 @@ def test_without_an_agent_storage_and_events_are_left() -> None:
     assert "all steps since step 8, which is in storage" in text
     assert "trainer of rank 0 died" in text
     assert "no journal" in text_of(a_view(None, stored(None)), journal=[])
+
+
+def test_a_run_that_has_finished_loses_nothing() -> None:
+    text = text_of(replace(a_view(None, stored(8)), finished=True))
+    assert "step 8" in text
+    assert "would be lost" not in text
 
 
 @pytest.mark.parametrize(

@@ -68,12 +68,19 @@ def test_resumes_exactly_from_slices(lab: Lab, redo: str, world_size: int) -> No
 
 @pytest.mark.promise("nodes that hold slices of a state that all have: exact, as nodes that hold all of it")
 @pytest.mark.parametrize(
-    ("slices", "nodes"),
-    [("always", 2), pytest.param("never", 2, marks=slow), ("always", 0), pytest.param("never", 0, marks=slow)],
+    ("slices", "nodes", "moved"),
+    [
+        ("always", 2, 0),
+        ("always", 2, 1),
+        ("always", 0, 0),
+        pytest.param("never", 2, 0, marks=slow),
+        pytest.param("never", 2, 1, marks=slow),
+        pytest.param("never", 0, 0, marks=slow),
+    ],
 )
 @pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=slow)])
-def test_storage_has_the_whole_state_for_any_nodes(lab: Lab, redo: str, slices: str, nodes: int) -> None:
-    """Also for nodes that hold all of it, or for one node: it is the same state, and training goes on bit for bit."""
+def test_storage_has_the_whole_state_for_any_nodes(lab: Lab, redo: str, slices: str, nodes: int, moved: int) -> None:
+    """Also for nodes that hold all of it, that have changed places, or that are one: training goes on bit for bit."""
     job = sliced(lab, redo, storage=StorageConfig(every_steps=5))
     expected = reference(lab, job)
     died = replace(job, deaths=[Death("agent", 8), Death("all", 8, "backward")], wait_at=6)
@@ -82,7 +89,7 @@ def test_storage_has_the_whole_state_for_any_nodes(lab: Lab, redo: str, slices: 
         with node(name):
             lab.stop()
     assert died.config is not None
-    last = next_attempt(lab, died, config=replace(died.config, slices=slices), nodes=nodes)
+    last = next_attempt(lab, died, config=replace(died.config, slices=slices), nodes=nodes, moved=moved)
     assert run(lab, last) == [0, 0], logs(lab)[-3000:]
     assert {each["tier"] for rank in noted(last, "restored") for each in rank} == {"storage"}
     assert all(each["exact"] for rank in noted(last, "restored") for each in rank), logs(lab)[-3000:]

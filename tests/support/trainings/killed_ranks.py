@@ -102,6 +102,7 @@ class Job:
     config: MemckptConfig | None = None
     number: int = 0  # number of the attempt, which launchers count
     nodes: int = 0  # number of nodes over which the ranks are spread evenly; 0: all are on the test's own
+    moved: int = 0  # number of nodes by which ranks are further on than at first
     deaths: Sequence[Death] = ()  # the planned deaths
     launcher: bool = False  # whether the others are killed as soon as one has died, as launchers do; else they find out
     hang: int | None = None  # the rank that stays alive, stuck, when another one has died
@@ -132,7 +133,7 @@ class Job:
         """The same training without memckpt and deaths."""
         compression = self.config.compression if self.config is not None else None
         config = None if compression is None else MemckptConfig(compression=compression)
-        calm = self.defaults("number", "nodes", "launcher", "resume", *self.once)
+        calm = self.defaults("number", "nodes", "moved", "launcher", "resume", *self.once)
         return replace(self, directory=directory, run_dir=None, config=config, **calm)
 
     def defaults(self, *names: str) -> dict[str, Any]:
@@ -145,7 +146,7 @@ class Job:
         return why_unproved(journals[-1], journals[:-1], self.config, died, reasons)
 
     def node(self, rank: int) -> str | None:
-        return f"node{rank * self.nodes // self.world_size}" if self.nodes else None
+        return f"node{(rank * self.nodes // self.world_size + self.moved) % self.nodes}" if self.nodes else None
 
     def first_of_node(self, rank: int) -> bool:
         return rank == 0 or self.node(rank) != self.node(rank - 1)
