@@ -61,9 +61,8 @@ def events(
             select.select([], [], [], _POLL_SECONDS)
             show(poll())
     if not found and not follow:
-        raise AgentNotFoundError(
-            f"no journal in {run}" + (f" of node {node}" if node else "") + ": expected events-NODE.jsonl of an agent"
-        )
+        expected = "expected events-NODE.jsonl of an agent" if run.is_dir() else "there is no such directory"
+        raise AgentNotFoundError(f"no journal in {run}" + (f" of node {node}" if node else "") + f": {expected}")
 
 
 # Events in words

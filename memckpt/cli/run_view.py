@@ -247,6 +247,8 @@ def catalog_of(store: Store, run: Path) -> Catalog:
                 f"{store.url} holds other files ({', '.join(sorted(names)[:3])}) and no checkpoints of memckpt; give "
                 "the run directory, or the checkpoints' location with --url"
             )
+    if not run.is_dir() and isinstance(store, LocalStore) and store.root.is_relative_to(run.resolve()):
+        raise NothingHeldError(f"no checkpoints in {store.url}: there is no directory {run}")
     near = sorted(str(path.parents[1]) for path in run.glob("*/storage/commit"))[:5]
     hint = f"; there are some of {', '.join(near)}" if near else "; give the location with --url if it is another one"
     raise NothingHeldError(f"no checkpoints in {store.url}{hint}")

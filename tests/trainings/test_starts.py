@@ -68,7 +68,7 @@ def said(lab: Lab, resume: str = "auto", first: int | None = None) -> list[str]:
 
 
 def test_each_start_says_where_it_begins_and_why(lab: Lab) -> None:
-    assert said(lab) == ["memckpt: nothing to resume: this is the run's first start"]
+    assert said(lab) == [f"memckpt: nothing to resume: this is the run's first start, in {lab.run_dir}"]
     assert said(lab) == ["memckpt: resuming from local memory at step 3, which is repeated first, as a proof"]
     assert said(lab) == ["memckpt: resuming from local memory at step 5"]
     assert said(lab, resume="never", first=20) == ["memckpt: starting over: resume='never'"]

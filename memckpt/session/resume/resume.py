@@ -325,14 +325,18 @@ class Resumption:
         held, chosen = self.held, self.chosen
         if held is None or chosen is None:
             level = logging.WARNING if self._drops_held else logging.INFO
-            over = "" if self._start_reason == FIRST_START else "starting over: "
-            _start_log.log(level, "memckpt: %s%s", over, self._start_reason)
+            if self._start_reason == FIRST_START:
+                # A relative directory begins a new run where the working directory is another one.
+                _start_log.log(level, "memckpt: %s, in %s", FIRST_START, self._run_dir)
+            else:
+                _start_log.log(level, "memckpt: starting over: %s", self._start_reason)
             return
         why = f": {self._start_reason}" if self._start_reason else ""
         step, lost = held.newest_step, self._count_lost(self.state_after_repetition or chosen)
         proof = "" if step == held.step else ", which is repeated first, as a proof"
-        gone = f" ({lost} committed step{'' if lost == 1 else 's'} behind it to be taken again)" if lost else ""
-        _start_log.info("memckpt: resuming from %s at step %d%s%s%s", held.tier, step, gone, proof, why)
+        again = "step committed later is" if lost == 1 else "steps committed later are"
+        gone = f"; {lost} {again} taken again" if lost else ""
+        _start_log.info("memckpt: resuming from %s at step %d%s%s%s", held.tier, step, proof, gone, why)
 
     def _open_held(self, plan: RestoreRecord, own: Sequence[HeldRecords]) -> None:
         held = [each.ranks for each in own if each.records]
