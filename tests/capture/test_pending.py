@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memckpt.capture.beside import presence
 from memckpt.capture.beside.presence import DroppedGradients, PendingGradients, describe_gradients, restore_gradients
@@ -165,7 +166,8 @@ def resumed() -> tuple[nn.Module, torch.optim.Optimizer, LiveState, list[str]]:
 
 def backward(model: nn.Module, live: LiveState) -> None:
     model(torch.ones(1, 3)).sum().backward()
-    live.left.compare_gradients("family", list(model.parameters()), model.weight)
+    with torch.no_grad():  # as in a hook
+        live.left.compare_gradients("family", list(model.parameters()), model.weight)
 
 
 #: Ways in which training deals with gradients, and whether that drops them, reads their values or leaves them there.
@@ -203,7 +205,7 @@ WAYS: dict[str, tuple[Callable[[nn.Module, torch.optim.Optimizer], object], str]
 def test_what_uses_gradients_that_no_record_holds(way: str) -> None:
     model, optimizer, live, told = resumed()
     use, found = WAYS[way]
-    live.left.resume(True, [], set(), {})
+    live.left.resume(ALL, set(), {})
     use(model, optimizer)
     assert len(told) == (found == "reads")
     backward(model, live)
@@ -217,7 +219,7 @@ def test_gradients_that_are_kept_beside_the_next_and_then_read() -> None:
     model, _, live, told = resumed()
     before = gradients_of(model)
     model.zero_grad()
-    live.left.resume(True, [], set(), {})
+    live.left.resume(ALL, set(), {})
     backward(model, live)
     assert not told
     for _ in range(2):
@@ -231,7 +233,7 @@ def test_gradients_of_a_skipped_step_stand_for_others_behind_a_resume(use: str) 
     (model, optimizer, live, told), failed = resumed(), list[str]()
     pending = PendingGradients([optimizer], failed.append)
     pending.resume({"thrown_away": [[[0], True]], "left": [[0]]})
-    live.left.resume(True, [], set(), {})
+    live.left.resume(ALL, set(), {})
     if use == "read":
         nn.utils.get_total_norm(gradients_of(model))
     if use != "added to":
@@ -248,7 +250,7 @@ def test_gradients_of_a_skipped_step_stand_for_others_behind_a_resume(use: str) 
 def test_gradients_that_are_added_to_where_no_record_holds_them(known: bool, zeroed: bool) -> None:
     """Whether or not they were dropped or zeroed so far."""
     model, _, live, told = resumed()
-    live.left.resume(known, [], set(), {})
+    live.left.resume(ALL if known else NONE, set(), {})
     if zeroed:
         model.zero_grad(set_to_none=False)
     backward(model, live)
@@ -269,16 +271,32 @@ def test_a_gradient_is_plain_again_once_it_is_overwritten_or_used() -> None:
     assert live.left.dropped is None
 
 
-def test_views_of_a_buffer_that_is_zeroed_as_a_whole_are_not_used() -> None:
-    model = nn.Linear(3, 2)
-    flat = torch.zeros(8)
-    live, told = LiveState(model, [torch.optim.SGD(model.parameters(), 0.1)], {}), list[str]()
-    model.weight.grad, model.bias.grad = flat[:6].view(2, 3), flat[6:]
-    DroppedGradients(live, list(model.parameters()), told.append)
-    flat.zero_()
-    backward(model, live)
+def test_views_of_a_buffer_that_are_kept_stay_views_of_it() -> None:
+    """A process that makes them before it resumes has them with the values that were restored."""
+    model = nn.Linear(200, 200)
+    flat = torch.zeros(200 * 201)
+    live = LiveState(model, [torch.optim.SGD(model.parameters(), 0.1)], {})
+    model.weight.grad, model.bias.grad = flat[: 200 * 200].view(200, 200), flat[200 * 200 :]
+    flat.fill_(2.0)
+    live.left.keep(list(model.parameters()))
+    described = codec.decode(codec.encode(describe_gradients(live)))
+    for name in ("weight", "bias"):
+        restored = live.left.get(name)
+        assert restored is not None
+        restored.fill_(3.0)
+    assert not restore_gradients(live, described)
+    assert torch.equal(flat, torch.full_like(flat, 3.0))
+    assert model.weight.grad is not None
+    assert model.weight.grad.data_ptr() == flat.data_ptr()
+
+
+def test_a_compiler_that_looks_at_gradients_does_not_read_them() -> None:
+    """As it does where a forward is compiled before gradients are zeroed."""
+    model, _, _, told = resumed()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        mode.from_tensor(model.weight)
+    torch.compile(model, backend="eager")(torch.ones(1, 3))
     assert not told
-    assert torch.equal(flat, torch.ones(8))
 
 
 def test_two_parameters_may_share_a_gradient_and_change_its_layout() -> None:
@@ -289,6 +307,16 @@ def test_two_parameters_may_share_a_gradient_and_change_its_layout() -> None:
     backward(model, live)
     assert len(told) == 1
     assert all(type(one) is Tensor for one in gradients_of(model))
+
+
+def test_gradients_without_elements_are_no_large_ones() -> None:
+    model = nn.Sequential(nn.Linear(0, 200), nn.Linear(200, 200))
+    live = LiveState(model, [torch.optim.SGD(model.parameters(), 0.1)], {})
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    described = codec.decode(codec.encode(describe_gradients(live)))
+    assert "values" not in described
+    assert not restore_gradients(live, described)
 
 
 def test_gradients_are_read_by_name_too() -> None:
@@ -395,7 +423,8 @@ def test_what_becomes_of_a_gradient_is_known_once_a_backward_has_met_it_large() 
     def step(drops: bool) -> dict[str, Any]:
         optimizer.zero_grad()
         model(torch.ones(1, 100)).sum().backward()
-        live.left.compare_gradients("family", [model[1].weight], model[1].weight)
+        with torch.no_grad():  # as in a hook
+            live.left.compare_gradients("family", [model[1].weight], model[1].weight)
         optimizer.step()
         if drops:
             model[1].weight.grad = None

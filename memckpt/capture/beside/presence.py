@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -246,7 +246,8 @@ _HARMLESS = frozenset(
     {"__set__", "dim", "ndimension", "size", "numel", "nelement", "stride", "storage_offset", "element_size", "__len__"}
     | {"zeros_like", "empty_like", "ones_like", "full_like", "new_zeros", "new_empty", "new_ones", "__hash__"}
     | {"is_contiguous", "data_ptr", "get_device", "is_floating_point", "is_complex", "detach_", "requires_grad_"}
-    | {"_has_compatible_shallow_copy_type"}
+    | {"_has_compatible_shallow_copy_type", "untyped_storage", "_is_view", "is_inference", "is_conj", "is_neg"}
+    | {"is_shared", "is_pinned", "is_same_size", "is_signed"}
 )
 #: Calls whose result does not depend on what was in their first argument; a product's does not if the factor is 0.
 _OVERWRITES = frozenset({"zero_", "_foreach_zero_", "fill_", "copy_", "normal_", "uniform_", "__setitem__"})
@@ -254,14 +255,13 @@ _PRODUCTS = frozenset({"mul_", "__imul__", "_foreach_mul_"})
 #: Calls that copy a tensor with its class and attributes.
 _COPIES = frozenset({"__deepcopy__", "__reduce_ex__"})
 
-#: More than any counter has.
-_NEVER = 1 << 62
-
 _log = logging.getLogger("memckpt")
 
 
 #: A parameter whose gradient is looked at, and whether it is as it was at the last commit.
 _Look: TypeAlias = "tuple[torch.Tensor, bool]"
+#: Parameters on one device, and the norms of their gradients.
+_Norms: TypeAlias = "tuple[list[torch.Tensor], torch.Tensor]"
 
 
 class LeftGradients:
@@ -319,9 +319,9 @@ class LeftGradients:
             self._zeros[name] = torch.zeros_like(param, requires_grad=False)
         return self._zeros[name]
 
-    def take_restored(self, name: str) -> torch.Tensor | None:
-        """What was restored in the place of a gradient that was None."""
-        return self._zeros.pop(name, None)
+    def take_restored(self, name: str, param: torch.Tensor) -> torch.Tensor | None:
+        """The kept gradient that was restored: the parameter's, or what was in its place."""
+        return self._zeros.pop(name, param.grad)
 
     # Commits
 
@@ -329,17 +329,25 @@ class LeftGradients:
         """Whether most parameters are known, and the names of the others; encoded anew where that has changed."""
         found = self._decisions, self._live.changes
         if self._described[0] != found:
-            known: dict[bool, list[str]] = {True: [], False: []}
-            for name, param in self._live.named_parameters():
-                known[id(param) in self._known].append(name)
-            most = len(known[True]) > len(known[False])
-            self._described = found, [most, known[not most]]
+            self._described = found, self.describe(self._known)
         return self._described[1]
 
-    def resume(self, most: bool, others: Iterable[str], zero: set[int], versions: Mapping[int, int]) -> None:
-        """Continue a process that has known what :meth:`describe_known` returned, and committed these gradients."""
+    def describe(self, ids: Collection[int]) -> list[Any]:
+        """Whether most parameters are among these, and the names of the others."""
+        names: dict[bool, list[str]] = {True: [], False: []}
+        for name, param in self._live.named_parameters():
+            names[id(param) in ids].append(name)
+        most = len(names[True]) > len(names[False])
+        return [most, names[not most]]
+
+    def described(self, most: bool, others: Iterable[str]) -> list[int]:
+        """The inverse of :meth:`describe`, in the order of the parameters."""
         names = set(others)
-        self._known = {id(param) for name, param in self._live.named_parameters() if (name in names) != most}
+        return [id(param) for name, param in self._live.named_parameters() if (name in names) != most]
+
+    def resume(self, known: Sequence[Any], zero: set[int], versions: Mapping[int, int]) -> None:
+        """Continue a process that has known what :meth:`describe_known` returned, and committed these gradients."""
+        self._known = set(self.described(*known))
         self._decisions += 1
         self.committed(versions)
         self._zero = zero
@@ -366,13 +374,15 @@ class LeftGradients:
         self._zero &= unknown
         return unknown
 
-    def measure(self, params: Sequence[torch.Tensor]) -> tuple[torch.Tensor, set[int]]:
+    def measure(self, params: Sequence[torch.Tensor]) -> tuple[list[_Norms], set[int]]:
         """Largest magnitudes of these gradients at a commit; by `id`, the parameters whose values a resume may need."""
-        norms = torch.stack(torch._foreach_norm([_grad(param) for param in params], torch.inf))
-        ids = [id(param) for param in params]
-        if norms.device.type == "cpu":  # else the host would wait
-            self._zero = {key for key, norm in zip(ids, norms.tolist(), strict=True) if not norm}
-        return norms, set(ids) - self._zero
+        measured = _norms_of(params)
+        for some, norms in measured:
+            if norms.device.type == "cpu":  # else the host would wait
+                here = {id(param): norm for param, norm in zip(some, norms.tolist(), strict=True)}
+                self._zero -= here.keys()
+                self._zero |= {key for key, norm in here.items() if not norm}
+        return measured, set(map(id, params)) - self._zero
 
     # Backwards
 
@@ -401,15 +411,19 @@ class LeftGradients:
         held, counted = self._was.get(family, (_nothing, 0))
         gradient = _grad(fired)
         others = {id(one) for one in members if one.grad is not None and one is not fired}
+        kept = {id(self._live.parameter(name)) for name in self.kept}
         if held() is not gradient:
-            self._settle(fired, True)
+            # Dropped; or, where a backward makes a graph, added to it in a new tensor, as then to those of the others.
+            added = torch.is_grad_enabled() and (bool(others) or len(members) == 1)
+            self._settle(fired, None if added else True)
         elif version(gradient) > counted + 1:
             # Changed since the commit: to zeros, if those of the others are.
-            kept = {id(self._live.parameter(name)) for name in self.kept}
             self._settle(fired, bool(others) and others.isdisjoint(kept))
+        elif id(fired) in self._known or id(fired) in self._zero:
+            self._settle(fired, None)
         else:
-            zeros = {id(fired)} if gradient.device.type == "cpu" else others
-            self._settle(fired, None if id(fired) in self._known or zeros & self._zero else False)
+            # Not zero at the commit, unless the host of a device does not know that yet.
+            self._settle(fired, False if gradient.device.type == "cpu" or others & kept else None)
 
     def _strangers(self) -> list[torch.Tensor]:
         """Parameters in no optimizer that a backward may reach, and that nobody may ever zero."""
@@ -430,16 +444,14 @@ class LeftGradients:
         # Reading values takes a while, and what was seen will most probably be again.
         if there and self._looks & (self._looks - 1):
             there = [param for param in there if self._is_to_be_read(param)]
-        if not there:
-            return
-        norms = torch.stack(torch._foreach_norm([_grad(param) for param in there], torch.inf))
-        looks = [(param, self._is_as_at_commit(param)) for param in there]
-        if self._looks <= 2 or norms.device.type == "cpu":
-            self._judge(looks, norms, measured=norms.device.type == "cpu")
-            return
-        # The host must not wait for the device in each step: it reads the norms at a later look.
-        host = torch.empty_like(norms, device="cpu", pin_memory=True).copy_(norms, non_blocking=True)
-        self._asked.append((looks, host, torch.accelerator.current_stream(norms.device).record_event()))
+        for some, norms in _norms_of(there):
+            looks = [(param, self._is_as_at_commit(param)) for param in some]
+            if self._looks <= 2 or norms.device.type == "cpu":
+                self._judge(looks, norms, measured=norms.device.type == "cpu")
+                continue
+            # The host must not wait for the device in each step: it reads the norms at a later look.
+            host = torch.empty_like(norms, device="cpu", pin_memory=True).copy_(norms, non_blocking=True)
+            self._asked.append((looks, host, torch.accelerator.current_stream(norms.device).record_event()))
 
     def _is_to_be_read(self, param: torch.Tensor) -> bool:
         return id(param) not in (self._zero if self._is_as_at_commit(param) else self._known)
@@ -489,6 +501,17 @@ def _grad(param: torch.Tensor) -> torch.Tensor:
     return param.grad
 
 
+def _norms_of(params: Iterable[torch.Tensor]) -> list[_Norms]:
+    """Largest magnitudes of these parameters' gradients, for each device."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for param in params:
+        by_device.setdefault(_grad(param).device, []).append(param)
+    return [
+        (some, torch.stack(torch._foreach_norm([_grad(param) for param in some], torch.inf)))
+        for some in by_device.values()
+    ]
+
+
 def describe_gradients(live: LiveState) -> dict[str, Any]:
     """Input of :func:`restore_gradients`, for the rank state: the common case, and exceptions by name."""
     present: list[str] = []
@@ -509,7 +532,7 @@ def describe_gradients(live: LiveState) -> dict[str, Any]:
             parts = gradient._indices(), gradient._values()
             if sum(part.nbytes for part in parts) <= FEW_BYTES:
                 sparse[name] = [*parts, gradient.is_coalesced()]  # in their order: sums of the next step depend on it
-        elif not is_dtensor(gradient) and type(gradient) is not _Dropped:
+        elif gradient.numel() and not is_dtensor(gradient) and type(gradient) is not _Dropped:
             dense.append((name, param, gradient))
     usual = len(present) > len(absent)
     found: dict[str, Any] = {"usual": usual, "unusual": absent if usual else present, "others": others}
@@ -520,8 +543,8 @@ def describe_gradients(live: LiveState) -> dict[str, Any]:
     found["known"] = live.left.describe_known()
     if unknown:
         dense = [each for each in dense if id(each[1]) in unknown]
-        norms, needed = live.left.measure([param for _, param, _ in dense])
-        found["norms"] = [[name for name, *_ in dense], norms]
+        measured, needed = live.left.measure([param for _, param, _ in dense])
+        found["norms"] = [[*live.left.describe({*map(id, params)}), norms] for params, norms in measured]
         dense = [each for each in dense if id(each[1]) in needed]
     if dense and (not large or (unknown and sum(gradient.nbytes for *_, gradient in dense) <= UNKNOWN_BYTES)):
         by_dtype: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = {}
@@ -554,14 +577,9 @@ class DroppedGradients:
         #: By `id`, parameters whose gradients stand for others, unless they have got another one.
         self._standing = {id(param): param for param in params}
         self._overwritten: set[int] = set()
-        #: Counters of views of a common buffer, which may be zeroed as a whole.
-        self._counted: dict[int, int] = {}
         self._told = False
         for param in params:
-            gradient = _grad(param)
-            if gradient.nbytes < gradient.untyped_storage().nbytes():
-                self._counted[id(param)] = version(gradient)
-            param.grad = self.mark(gradient, id(param), whole=True)
+            param.grad = self.mark(_grad(param), id(param), whole=True)
         live.left.dropped = self if params else None
 
     def mark(self, gradient: torch.Tensor, of: int, whole: bool) -> _Dropped:
@@ -582,13 +600,12 @@ class DroppedGradients:
         if used := {one.of for one in gradients} - self._overwritten:
             self._tell_used(_READ, used)
 
-    def end(self, params: Iterable[torch.Tensor]) -> None:
+    def end(self, params: Sequence[torch.Tensor]) -> None:
         """Put plain tensors in the place of those of `params`: a backward adds to them."""
-        marked = [param for param in params if isinstance(param.grad, _Dropped)]
-        # The backward has added once at most.
-        zeroed = [one for one in marked if version(_grad(one)) > self._counted.get(id(one), _NEVER) + 1]
-        self._unmark(map(id, zeroed))
-        if used := {id(one) for one in marked} - {id(one) for one in zeroed}:
+        here = [id(param) for param in params if id(param) in self._standing]
+        used = {id(param) for param in params if isinstance(param.grad, _Dropped)}
+        self._unmark(set(here) - used)
+        if used:
             self._tell_used(_LEFT, used)
 
     def _unmark(self, ids: Iterable[int]) -> list[torch.Tensor]:
@@ -682,13 +699,13 @@ def restore_gradients(live: LiveState, described: dict[str, Any]) -> list[torch.
             kind = ["dense", dtype_name(param.dtype)]
         else:
             kind = None
-        gradient = live.left.take_restored(name) if name in kept and kind is not None else _zeros(param, kind)
+        gradient = live.left.take_restored(name, param) if name in kept and kind is not None else _zeros(param, kind)
         if name in described["sparse"] and gradient is not None and gradient.is_sparse:
             gradient = _sparse_like(param, *described["sparse"][name])
         if name in carried and gradient is not None:
             values, at = carried[name]
             gradient.copy_(values[at : at + param.numel()].view(param.shape))
-        elif name not in kept and type(gradient) is torch.Tensor and not gradient.is_sparse:
+        elif name not in kept and type(gradient) is torch.Tensor and not gradient.is_sparse and gradient.numel():
             dropped.append(param)
         there = param.grad
         if there is not None and gradient is not None and _is_alike(there, gradient):
@@ -699,11 +716,12 @@ def restore_gradients(live: LiveState, described: dict[str, Any]) -> list[torch.
             dense.append((param, param.grad))
     large = sum(one.nbytes for _, one in dense) > FEW_BYTES
     versions = {id(param): version(one) for param, one in dense} if large else {}
-    names, norms = described.get("norms", ([], torch.empty(0)))
-    parameters = dict(live.named_parameters())
-    zero = {id(parameters.get(name)) for name, norm in zip(names, norms.tolist(), strict=True) if not norm}
-    most_known, others_known = described["known"]
-    live.left.resume(most_known, others_known, zero, versions)
+    zero: set[int] = set()
+    for *which, norms in described.get("norms", ()):
+        keys = live.left.described(*which)
+        if len(keys) == len(norms):  # else the model is another one: nothing is taken for zero
+            zero.update(key for key, norm in zip(keys, norms.tolist(), strict=True) if not norm)
+    live.left.resume(described["known"], zero, versions)
     dropped = [param for param in dropped if id(param) not in zero]
     return dropped if not fsdp1_wrappers(live.model) else []  # those replace gradients by themselves
 
