@@ -6,6 +6,7 @@ import atexit
 import logging
 import math
 import operator
+import os
 import sys
 import time
 import weakref
@@ -195,6 +196,7 @@ class Session:
         observers: Sequence[Observer] = (),
     ) -> None:
         self._closed = self._has_told = self._has_continued = False
+        self._closed_because = "after close(): attach again to go on"
         self._observers = observers
         self._last: RestorePoint | None = None
         #: The step number of the last commit, restore point or not; None before the first.
@@ -543,7 +545,7 @@ class Session:
             point of `snapshot_every_steps` can be resumed, the others are taken again.
         """
         if self._closed:
-            raise UsageError("commit() after close(): attach again to go on")
+            raise UsageError(f"commit() {self._closed_because}")
         self._refuse_unrestored("commit()")
         is_repetition = self._first_steps.repetition is not None
         with self._clock.in_commit(), self._copier.behind_training():
@@ -821,6 +823,12 @@ class Session:
         if finished:
             self._resumption.resharding.delete_store()
 
+    def _leave_in_child(self) -> None:
+        """Stage and commit nothing in a forked process: its copy of the model is not the one that is protected."""
+        self._recorder.drop_writer()
+        self._closed = True
+        self._closed_because = "in a forked process: expected it in the one that has called attach()"
+
     def _say_what_stays(self) -> None:
         """Say what stays held behind this process, for how long, and how to let go of it; nothing of a closed one."""
         last, writer = self._last or self._resumption.point, self._staging.writer
@@ -863,3 +871,11 @@ _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 def _say_what_sessions_keep() -> None:
     for each in _sessions:
         each._say_what_stays()
+
+
+def _leave_sessions_in_child() -> None:
+    for each in _sessions:
+        each._leave_in_child()
+
+
+os.register_at_fork(after_in_child=_leave_sessions_in_child)

@@ -87,10 +87,6 @@ def test_gradients_of_the_optimizer_whose_turn_it_is_not(lab: Lab, killed: int) 
     lab.survives(engine_steps.JOINT_TURNS, config("lazy", resume_check="off"), [("after commit", killed)])
 
 
-@pytest.mark.promise(
-    "larger gradients of the last step that are used after a resume, before they are dropped or zeroed: no record "
-    "holds their values once a step has used them"
-)
 @pytest.mark.parametrize("check", ["auto", "off"])
 @pytest.mark.parametrize("killed", [1, 2, 3, 8])
 @pytest.mark.parametrize(
@@ -125,6 +121,10 @@ def test_gradients_too_large_to_be_carried_raise_none_either(
     assert not any("not go on exactly" in each.log or "DIFFERENT" in each.log for each in attempts)
 
 
+@pytest.mark.promise(
+    "larger gradients of the last step that are used after a resume, before they are dropped or zeroed: no record "
+    "holds their values once a step has used them"
+)
 def test_gradients_that_only_the_norm_uses_are_carried_once_that_was_seen(lab: Lab) -> None:
     """No backward shows it. At first they are carried, whatever becomes of them."""
     settings = config("lazy", resume_check="off")

@@ -9,17 +9,19 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 import memckpt
 from memckpt.capture.taps.tap import StreamingTap
 from memckpt.config import AgentConfig
-from memckpt.errors import UnsupportedStateError
+from memckpt.errors import UnsupportedStateError, UsageError
 from memckpt.processes.address import AgentAddress
 from tests.support.cluster.processes import kill_and_wait, memory_of_ours
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Control, config, kill_self
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.engine_training import Training, case_of
 
 REDO = pytest.mark.parametrize("redo", ["lazy", "eager"])
 DIE_AFTER_9 = {("after commit", 9): kill_self}
@@ -148,6 +150,36 @@ def test_an_exception_in_training_keeps_the_state(lab: Lab) -> None:
     assert lab.fork(body, "fails").wait() == 3
     assert lab.status().step == 3
     lab.stop()
+
+
+def test_a_forked_process_may_train_the_model_that_it_has_inherited(lab: Lab) -> None:
+    """Its copy is not protected, and the ranges of records are not mapped there."""
+
+    def train_in_child(training: Training, step: int) -> None:
+        if step == 5:
+            pid = os.fork()
+            if pid == 0:
+                torch.set_num_threads(1)
+                training.loss(step).backward()
+                training.take_step(step)
+                os._exit(7)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+
+    lab.survives(case_of("forked", before=train_in_child), config("lazy"), [("after commit", 9)])
+
+
+def test_a_forked_process_commits_nothing(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    with memckpt.attach(model, torch.optim.SGD(model.parameters(), 0.1), run_dir=tmp_path / "run") as session:
+        session.restore()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                session.commit()
+            except UsageError as error:
+                os._exit(7 if "in a forked process" in str(error) else 8)
+            os._exit(9)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 
 
 @pytest.mark.promise("a run leaves no process, memory or file behind except its run directory")

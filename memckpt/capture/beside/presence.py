@@ -237,7 +237,7 @@ FEW_BYTES = 64 << 10
 UNKNOWN_BYTES = 16 << 20
 #: Said where gradients are used that no record holds.
 _USED = "gradients of the resumed step were {}, and no record holds them: they are zeros. {{}}"
-_KEPT_NOW = "Records hold them from now on"
+_KEPT_NOW = "Those that were used are copied with each record from the next state on"
 _KEEP = "Keep what you need of them in a buffer, or in an object that is registered, before the commit"
 _READ = _USED.format("read before the next backward")
 _LEFT = _USED.format("neither dropped nor zeroed before the next backward")
