@@ -34,8 +34,10 @@ def _ask(address: AgentAddress, message: TrainerToAgent, timeout: float) -> Agen
 
 
 def ask_status(address: AgentAddress, timeout: float = 10.0) -> Status | None:
-    """The agent's status; None if no agent answers. Raises AgentError: the answer is of another type."""
+    """The agent's status; None if no agent answers, or one that leaves. Raises AgentError: it answers otherwise."""
     answer = _ask(address, StatusRequest(), timeout)
+    if isinstance(answer, Leaving):
+        return None
     if answer is not None and not isinstance(answer, Status):
         raise AgentError(f"expected a Status from the agent, found {type(answer).__name__}")
     return answer
