@@ -260,7 +260,7 @@ class Trainee:
         deadline = time.monotonic() + _SETTLE_SECONDS
         while time.monotonic() < deadline:
             before = self._cpu_seconds()
-            time.sleep(_WATCHED_SECONDS)
+            time.sleep(_WATCHED_SECONDS)  # the span over which processor time is counted
             if self._cpu_seconds() - before <= _IDLE_SHARE * _WATCHED_SECONDS + 1 / _TICKS:
                 return
 

@@ -180,7 +180,7 @@ def capture_generator(generator: AnyGenerator) -> dict[str, Any]:
     if isinstance(generator, random.Random):
         try:
             return {"kind": "python", "data": _capture_python(generator.getstate())}
-        except NotImplementedError:
+        except NotImplementedError:  # random.SystemRandom has no state
             raise ValueError(
                 f"expected a generator with a state, found {type(generator).__name__}, which draws from the "
                 "operating system and cannot be repeated; use random.Random(seed) instead"

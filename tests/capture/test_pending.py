@@ -317,6 +317,8 @@ def test_gradients_without_elements_are_no_large_ones() -> None:
     described = codec.decode(codec.encode(describe_gradients(live)))
     assert "values" not in described
     assert not restore_gradients(live, described)
+    live.left.compare_gradients("all", list(model.parameters()), model[1].bias)
+    assert not live.left.kept
 
 
 def test_gradients_are_read_by_name_too() -> None:

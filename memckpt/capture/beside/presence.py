@@ -410,12 +410,14 @@ class LeftGradients:
             return
         held, counted = self._was.get(family, (_nothing, 0))
         gradient = _grad(fired)
+        if held() is not gradient and not torch.is_grad_enabled():
+            self._settle(fired, True)
+            return
         others = {id(one) for one in members if one.grad is not None and one is not fired}
         kept = {id(self._live.parameter(name)) for name in self.kept}
         if held() is not gradient:
-            # Dropped; or, where a backward makes a graph, added to it in a new tensor, as then to those of the others.
-            added = torch.is_grad_enabled() and (bool(others) or len(members) == 1)
-            self._settle(fired, None if added else True)
+            # A backward that makes a graph adds to it in a new tensor. It was dropped if those of the others were.
+            self._settle(fired, True if not others and len(members) > 1 else None)
         elif version(gradient) > counted + 1:
             # Changed since the commit: to zeros, if those of the others are.
             self._settle(fired, bool(others) and others.isdisjoint(kept))
@@ -465,9 +467,10 @@ class LeftGradients:
         for (param, as_at_commit), norm in zip(looks, norms.tolist(), strict=True):
             if norm:
                 kept.append(param)
-            elif as_at_commit and (not measured or id(param) in self._zero | self._known):
+            elif as_at_commit and (not measured or id(param) in self._zero or id(param) in self._known):
                 self._settle(param, None)  # zero at the commit, too: that is measured there
-                self._zero |= set() if measured else {id(param)}
+                if not measured:
+                    self._zero.add(id(param))
             else:
                 self._settle(param, True)  # zeroed since, perhaps past the counter
         self.keep(kept)
@@ -712,7 +715,7 @@ def restore_gradients(live: LiveState, described: dict[str, Any]) -> list[torch.
             there.copy_(gradient)  # which may be a view of a buffer that training zeroes
         else:
             give_gradient(param, gradient)  # type: ignore[arg-type]  # a parameter
-        if param.grad is not None and not param.grad.is_sparse and not is_dtensor(param.grad):
+        if param.grad is not None and param.grad.numel() and not param.grad.is_sparse and not is_dtensor(param.grad):
             dense.append((param, param.grad))
     large = sum(one.nbytes for _, one in dense) > FEW_BYTES
     versions = {id(param): version(one) for param, one in dense} if large else {}
