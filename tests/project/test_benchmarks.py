@@ -66,15 +66,20 @@ def test_sharded_overhead(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_peers_traffic(tmp_path: Path) -> None:
-    """Peers send what the design says, and little beside; with DDP only what is a rank's own."""
+    """Peers send what the design says, and little beside; with DDP only what is a rank's own, or a slice."""
     rows = _quick_run("peers_traffic", tmp_path)
-    assert [row["kind"] for row in rows] == ["fsdp", "ddp"]
+    assert [(row["kind"], row["sliced"]) for row in rows] == [("fsdp", False), ("ddp", False), ("ddp", True)]
     for row in rows:
         assert row["pieces_bytes"] < row["message_bytes"]
         assert row["wire_bytes"] is None or row["message_bytes"] < row["wire_bytes"]
-    sharded, replicated = rows
-    assert sharded["designed_bytes"] <= sharded["pieces_bytes"] < 1.02 * sharded["designed_bytes"]
+    sharded, replicated, sliced = rows
+    for row in (sharded, sliced):
+        assert row["designed_bytes"] <= row["pieces_bytes"] < 1.1 * row["designed_bytes"], row
+        assert (row["wire_bytes"] or row["message_bytes"]) < 1.1 * row["pieces_bytes"], row
+    assert sharded["pieces_bytes"] < 1.02 * sharded["designed_bytes"]
     assert (sharded["wire_bytes"] or sharded["message_bytes"]) < 1.02 * sharded["pieces_bytes"]
+    # Three nodes hold together what each of two held alone.
+    assert sliced["own_bytes"] < 0.6 * replicated["own_bytes"], (sliced, replicated)
     assert 0 < replicated["pieces_bytes"] < 0.1 * replicated["numel"]
 
 
