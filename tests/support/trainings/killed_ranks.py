@@ -271,7 +271,8 @@ class Rank:
         if job.prepare is not None:
             job.prepare(self.rank)
         start = self._attach(training)
-        for kind in (torch.optim.Adam, torch.optim.SGD):
+        # Once dynamo is loaded, AdamW has this method of Adam's as its own.
+        for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
             _watch_groups(kind, lambda: self.at("in step"))
         for self.step in range(start, job.last_step):
             if job.each_step is not None:
@@ -339,7 +340,7 @@ class Rank:
 
 def _watch_groups(kind: Any, at: Callable[[], None]) -> None:
     """Call `at` when an optimizer's step has changed its first group and not yet the second one."""
-    original = kind.__dict__["_init_group"]
+    original = kind._init_group
 
     def init_group(optimizer: Any, group: Any, *rest: Any) -> Any:
         if group is optimizer.param_groups[-1] and len(optimizer.param_groups) > 1:
