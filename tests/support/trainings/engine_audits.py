@@ -122,4 +122,5 @@ def wait_for_audit(control: Control) -> None:
 
 
 def _has_caught_up(audit: AuditStatus | None) -> bool:
-    return audit is not None and (bool(audit.problem) or not audit.backlog)
+    """Whether the auditor runs, whatever it leaves out, and nothing waits for it."""
+    return audit is not None and audit.cpu_seconds > 0 and not audit.backlog
