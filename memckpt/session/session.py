@@ -65,8 +65,7 @@ from memckpt.session.ranks import (
     refuse_unordered,
 )
 from memckpt.session.resume.chosen import ChosenInMemory
-from memckpt.session.resume.first_steps import FirstSteps
-from memckpt.session.resume.proven import ProvenEnvironments
+from memckpt.session.resume.first_steps import FirstSteps, ProvenEnvironments
 from memckpt.session.resume.report import VERDICT_VALUES, HeldState, RestoreReport, ResumeCheck, describe_protection
 from memckpt.session.resume.resume import Resumption
 from memckpt.session.staging import Changes, RestorePoint, Staging

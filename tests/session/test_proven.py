@@ -6,8 +6,7 @@ from pathlib import Path
 
 from memckpt.config import MemckptConfig
 from memckpt.session.ranks import Ranks
-from memckpt.session.resume import proven
-from memckpt.session.resume.proven import AGAIN, ProvenEnvironments
+from memckpt.session.resume.first_steps import PROVEN_AGAIN, PROVEN_FILE, ProvenEnvironments
 
 
 def begin(run_dir: Path, **settings: int) -> ProvenEnvironments:
@@ -17,8 +16,9 @@ def begin(run_dir: Path, **settings: int) -> ProvenEnvironments:
 def test_steps_are_repeated_until_one_was_equal_and_each_tenth_time_again(tmp_path: Path) -> None:
     assert [begin(tmp_path).config.resume_check for _ in range(3)] == ["replay"] * 3
     begin(tmp_path).note_equal()
+    others = ["witness"] * (PROVEN_AGAIN - 1)
     for _ in range(2):
-        assert [begin(tmp_path).config.resume_check for _ in range(AGAIN - 1)] == ["witness"] * (AGAIN - 1)
+        assert [begin(tmp_path).config.resume_check for _ in others] == others
         # As long as no repeated step was equal: it may not have been possible to repeat one.
         assert [begin(tmp_path).config.resume_check for _ in range(2)] == ["replay"] * 2
         begin(tmp_path).note_equal()
@@ -37,7 +37,7 @@ def test_a_repetition_that_is_put_off_comes_back(tmp_path: Path) -> None:
 
 def test_a_damaged_note_proves_nothing(tmp_path: Path) -> None:
     begin(tmp_path).note_equal()
-    (tmp_path / proven.FILE).write_bytes(b"\xff 1\nabc\n")
+    (tmp_path / PROVEN_FILE).write_bytes(b"\xff 1\nabc\n")
     assert begin(tmp_path).config.resume_check == "replay"
     begin(tmp_path).note_equal()
     assert begin(tmp_path).config.resume_check == "witness"

@@ -6,14 +6,20 @@ backward computes them again. One near the loss depends on most of a forward: on
 *Repetition*: training restores the state before the resumed record and takes its step again. No record is staged
 meanwhile. At the commit the ordinary restore puts the held state back over copies of what there is, which are compared
 with it. So training goes on from the held state, whatever the verdict is.
+
+At the end: where a repeated step was equal, for the choice of ``resume_check="auto"``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
+import platform
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch.optim import Optimizer
@@ -24,17 +30,16 @@ from memckpt.capture.evidence import Evidence
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.taps.tap import Tap
+from memckpt.config import MemckptConfig
 from memckpt.errors import AgentGoneError, DamagedStateError, MemckptError, ResumeMismatchError
 from memckpt.memory.slots import Landing
 from memckpt.protocol.trainer import Checked
 from memckpt.recovery.comparison import Comparison, Difference, Findings
 from memckpt.session.link import AgentLink
 from memckpt.session.rank_state import EARLIER, RankState
-from memckpt.session.ranks import LocalTraining
-from memckpt.session.resume.chosen import Chosen, ChosenInMemory
-from memckpt.session.resume.proven import ProvenEnvironments
+from memckpt.session.ranks import LocalTraining, Ranks
+from memckpt.session.resume.chosen import Chosen, ChosenInMemory, exchange_slices
 from memckpt.session.resume.report import RestoreReport, ResumeCheck, Testimony, judge, judge_witness
-from memckpt.session.resume.slices import exchange_slices
 from memckpt.session.staging import RestorePoint
 from memckpt.state import codec, rng
 from memckpt.state.layout import Layout
@@ -53,6 +58,13 @@ _ADDED = "what had landed was added to gradients that were used and not zeroed"
 _NONE_YET = "the dead attempt had no gradients of the next step yet"
 #: Maximum number of differences that are kept.
 _NAMED = 8
+#: File in the run directory; each line: digest of an environment, and its attempts since a repeated step was equal.
+PROVEN_FILE = "proven"
+#: Number of attempts after which a step is repeated again.
+PROVEN_AGAIN = 10
+#: Number of environments that are kept.
+_MOST_PROVEN = 64
+_LIBRARIES = ("memckpt", "torch", "numpy", "lightning", "pytorch_lightning", "accelerate", "transformers")
 
 
 class FirstSteps:
@@ -527,3 +539,61 @@ class Repetition:
         states.put_back({name: held["provided"][name] for name in differing})
         rng.restore(held["rng"])
         return comparison.findings(self._live.tensors())
+
+
+class ProvenEnvironments:
+    """Resolves ``"auto"`` for one attempt: a step is repeated until one was equal, and each tenth time; collective.
+
+    Attributes:
+        config: the settings, with ``"replay"`` or ``"witness"`` in place of ``"auto"``.
+    """
+
+    def __init__(self, config: MemckptConfig, run_dir: Path, ranks: Ranks) -> None:
+        self._file = run_dir / PROVEN_FILE
+        self._digest = ""
+        self._writes = ranks.rank == 0
+        self.config = config
+        if config.resume_check != "auto":
+            return
+        self._digest = _digest(config, ranks.world_size)
+        attempts = ranks.gather(self._noted().get(self._digest, PROVEN_AGAIN))[0]
+        self.config = replace(config, resume_check="witness" if attempts < PROVEN_AGAIN else "replay")
+        if attempts < PROVEN_AGAIN:
+            self._write(attempts + 1)
+
+    def _noted(self) -> dict[str, int]:
+        try:
+            lines = [line.split() for line in self._file.read_text(errors="replace").splitlines()]
+        except OSError:  # nothing is proven; the other ranks wait for this one's answer
+            return {}
+        return {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdecimal()}
+
+    def note_equal(self) -> None:
+        """Note that a repeated step was equal in this environment."""
+        self._write(1)
+
+    def put_off(self) -> None:
+        """Have the next attempt repeat no step: this one could not go on behind it."""
+        self._write(PROVEN_AGAIN - 1)
+
+    def _write(self, attempts: int) -> None:
+        if not self._digest or not self._writes:
+            return
+        noted = self._noted()
+        noted.pop(self._digest, None)
+        noted[self._digest] = attempts
+        written = self._file.with_name(f"{PROVEN_FILE}.new")
+        try:
+            written.write_text("".join(f"{one} {count}\n" for one, count in list(noted.items())[-_MOST_PROVEN:]))
+            written.replace(self._file)
+        except OSError as error:
+            _log.info("memckpt: each resume repeats its last step, as that it was equal cannot be noted: %s", error)
+
+
+def _digest(config: MemckptConfig, world_size: int) -> str:
+    script = Path(getattr(sys.modules["__main__"], "__file__", None) or sys.argv[0])
+    libraries = [(name, getattr(sys.modules[name], "__version__", "")) for name in _LIBRARIES if name in sys.modules]
+    known = [script.name, sys.argv[1:], platform.python_version(), libraries, repr(config), world_size]
+    digest = hashlib.blake2b(repr(known).encode(), digest_size=16)
+    digest.update(script.read_bytes() if script.is_file() else b"")
+    return digest.hexdigest()

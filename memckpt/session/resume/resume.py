@@ -58,10 +58,9 @@ from memckpt.recovery.sources import BadSource
 from memckpt.session.link import AgentLink
 from memckpt.session.peers import Peers
 from memckpt.session.ranks import Launch, LocalTraining
-from memckpt.session.resume.chosen import Chosen, ChosenInMemory, ChosenInStorage
+from memckpt.session.resume.chosen import Chosen, ChosenInMemory, ChosenInStorage, exchange_slices
 from memckpt.session.resume.first_steps import FirstSteps, Repetition
 from memckpt.session.resume.report import HeldState, Proof, RestoreReport, prove
-from memckpt.session.resume.slices import exchange_slices
 from memckpt.session.resume.storage_tier import Resharding, StorageTier, plan_with_storage
 from memckpt.session.staging import RestorePoint, Staging
 from memckpt.state import rng
