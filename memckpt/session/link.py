@@ -1,15 +1,22 @@
-"""A session's client of its node's agent: found or started, asked, given commits, lost and found again."""
+"""A session's client of its node's agent: found or started, asked, given commits, lost and found again.
+
+At the end: the losses that a script logs, on their way to it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Real
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from memckpt.config import MemckptConfig
 from memckpt.errors import AgentGoneError, MemoryBudgetError, StorageError
@@ -25,6 +32,7 @@ from memckpt.protocol.status import MetricsSettings
 from memckpt.protocol.storing import RecordSaved, SaveRecord
 from memckpt.session.connection import AgentConnection, CopyOrder, Notice, PreparedRegions, Reconnection, refusal
 from memckpt.session.ranks import Ranks, find_launcher
+from memckpt.state import codec
 from memckpt.state.records import Timeline
 from memckpt.state.spec import StateSpec
 
@@ -37,6 +45,8 @@ _DYING_SECONDS = 10.0
 _RECORD_LIMITS = 10
 #: Interval of warnings while training waits for peers.
 _PATIENCE_SECONDS = 30.0
+#: Most losses of one call that are kept, and seconds from one message with them to the next.
+_MOST_LOGGED, _LOGGED_SECONDS = 8, 1.0
 
 
 class AgentLink:
@@ -457,3 +467,28 @@ class AgentLink:
             connection.say_goodbye(finished, self._storage.timeout_seconds if self._storage is not None else 0.0)
         finally:
             connection.close()
+
+
+class LoggedValues:
+    """The newest losses and the learning rate, which `send` gets once a second. Waits for no device."""
+
+    def __init__(self, send: Callable[[trainer.TrainingFigures], None]) -> None:
+        self._send, self._due = send, 0.0
+        self._values: dict[str, float] = {}
+
+    def note_losses(self, values: Mapping[str, Any]) -> None:
+        """Note losses and ``lr`` among values; what is on a device is left out."""
+        for name in [one for one in values if "loss" in str(one) or one == "lr"][:_MOST_LOGGED]:
+            value = values[name]
+            if isinstance(value, torch.Tensor) and value.numel() == 1 and codec.on_host(value):
+                value = value.item()
+            if isinstance(value, Real) and math.isfinite(value):
+                self._values[str(name)] = float(value)
+
+    def commit(self, optimizers: Sequence[Optimizer]) -> None:
+        """Send what there is, with the rate of the first group, if it is time."""
+        if (now := time.monotonic()) >= self._due:
+            self._due = now + _LOGGED_SECONDS
+            self.note_losses(optimizers[0].param_groups[0])
+            self._send(trainer.TrainingFigures(self._values))
+            self._values = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import math
 import operator
 import os
 import sys
@@ -13,12 +12,10 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from numbers import Real
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -43,11 +40,11 @@ from memckpt.errors import (
 )
 from memckpt.journal.events import Recovered
 from memckpt.processes.address import AgentAddress
-from memckpt.protocol.trainer import Commit, TrainingFigures, Void
+from memckpt.protocol.trainer import Commit, Void
 from memckpt.session.compressed_averages import CompressedAverages
 from memckpt.session.generation_switch import GenerationSwitch
 from memckpt.session.gradient_tap import GradientTap
-from memckpt.session.link import AgentLink
+from memckpt.session.link import AgentLink, LoggedValues
 from memckpt.session.loop import LoaderT, Loop
 from memckpt.session.mode import ModeChoice
 from memckpt.session.peers import Peers
@@ -76,8 +73,6 @@ from memckpt.user_messages import nbytes_text, seconds_text
 _log = logging.getLogger("memckpt")
 #: What a loggers' user looks at: the cost, how far storage is, restarts, and whether something is wrong.
 _MAIN_METRICS = ("stall_ms", "stored_step", "attempt", "alarms")
-#: Most losses of one call that are kept, and seconds from one message with them to the next.
-_MOST_LOGGED, _LOGGED_SECONDS = 8, 1.0
 _AT_STEP_BECAUSE, _DOUBT = OWN + "at_step_because", OWN + "doubt"
 _LATER = (
     "a later training of this script is held in {}. If this start has skipped those before it, it takes up another "
@@ -149,31 +144,6 @@ class _Ordinal:
         self._open[self._run_dir] -= 1
         if finished:
             self._finished[self._run_dir] = self._number
-
-
-class _LoggedValues:
-    """The newest losses and the learning rate, which `send` gets once a second. Waits for no device."""
-
-    def __init__(self, send: Callable[[dict[str, float]], None]) -> None:
-        self._send, self._due = send, 0.0
-        self._values: dict[str, float] = {}
-
-    def note_losses(self, values: Mapping[str, Any]) -> None:
-        """Note losses and ``lr`` among values; what is on a device is left out."""
-        for name in [one for one in values if "loss" in str(one) or one == "lr"][:_MOST_LOGGED]:
-            value = values[name]
-            if isinstance(value, torch.Tensor) and value.numel() == 1 and codec.on_host(value):
-                value = value.item()
-            if isinstance(value, Real) and math.isfinite(value):
-                self._values[str(name)] = float(value)
-
-    def commit(self, optimizers: Sequence[Optimizer]) -> None:
-        """Send what there is, with the rate of the first group, if it is time."""
-        if (now := time.monotonic()) >= self._due:
-            self._due = now + _LOGGED_SECONDS
-            self.note_losses(optimizers[0].param_groups[0])
-            self._send(self._values)
-            self._values = {}
 
 
 class Session:
@@ -284,7 +254,7 @@ class Session:
         self._protection = Protection(training, link, staging, self._switch, peers, changes, self._stage_and_commit)
         self._tuning = Tuning(training, self._mode, self._protection, staging, rank_state)
         self._preemption = PreemptionNotice(link.tell_preempted)
-        self._logged = _LoggedValues(lambda values: link.send_if_connected(TrainingFigures(values)))
+        self._logged = LoggedValues(link.send_if_connected)
 
     def _start(self, resume: ResumeChoice | int) -> None:
         """Third phase: agree on the state to go on from, then hook into the training; collective."""

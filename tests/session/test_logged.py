@@ -16,8 +16,7 @@ import memckpt
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import stop_agent
 from memckpt.protocol.trainer import TrainingFigures
-from memckpt.session.link import AgentLink
-from memckpt.session.session import _LoggedValues
+from memckpt.session.link import AgentLink, LoggedValues
 from tests.support.trainings.engine_harness import Lab
 
 
@@ -34,8 +33,8 @@ def an_optimizer(lr: Any = 0.1) -> torch.optim.Optimizer:
 
 
 def test_numbers_are_kept_and_what_is_on_a_device_is_not_read() -> None:
-    sent: list[dict[str, float]] = []
-    logged = _LoggedValues(sent.append)
+    sent: list[TrainingFigures] = []
+    logged = LoggedValues(sent.append)
     logged.note_losses(
         {
             "loss": torch.tensor(2.5, requires_grad=True),
@@ -49,21 +48,21 @@ def test_numbers_are_kept_and_what_is_on_a_device_is_not_read() -> None:
         }  # type: ignore[dict-item]
     )
     logged.commit([an_optimizer()])
-    assert sent == [{"loss": 2.5, "val_loss": 0.5, "lr": 0.1}]
+    assert [each.values for each in sent] == [{"loss": 2.5, "val_loss": 0.5, "lr": 0.1}]
     logged.note_losses({f"loss_{number}": 1.0 for number in range(20)})
     assert len(logged._values) == 8
 
 
 def test_they_are_sent_once_a_second_the_newest_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 5.0
-    monkeypatch.setattr("memckpt.session.session.time", SimpleNamespace(monotonic=lambda: now))
-    sent: list[dict[str, float]] = []
-    logged, optimizer = _LoggedValues(sent.append), an_optimizer(torch.tensor(0.5))
+    monkeypatch.setattr("memckpt.session.link.time", SimpleNamespace(monotonic=lambda: now))
+    sent: list[TrainingFigures] = []
+    logged, optimizer = LoggedValues(sent.append), an_optimizer(torch.tensor(0.5))
     for step in range(40):
         logged.note_losses({"loss": float(step)})
         logged.commit([optimizer])
         now += 0.125
-    assert sent == [{"loss": float(step), "lr": 0.5} for step in (0, 8, 16, 24, 32)]
+    assert [each.values for each in sent] == [{"loss": float(step), "lr": 0.5} for step in (0, 8, 16, 24, 32)]
 
 
 def test_a_session_tells_its_agent(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
