@@ -385,8 +385,8 @@ class AgentLink:
             )
             connection.keep_news(*connection.ask_for_life(self._config.start_seconds))
 
-    def wait_applied(self, record: int, give_up: Callable[[], bool] = lambda: False) -> None:
-        """Wait until the replica has applied `record`; returns early after an alarm, or where `give_up()` is true.
+    def wait_applied(self, record: int) -> None:
+        """Wait until the replica has applied `record`; returns early after an alarm.
 
         Raises AgentGoneError also where the agent applies no record for ten time limits.
         """
@@ -394,7 +394,7 @@ class AgentLink:
         limit, applied = _RECORD_LIMITS * self._config.start_seconds, connection.applied
         until = time.monotonic() + limit
         while connection.applied < record:
-            if connection.alarmed or give_up():
+            if connection.alarmed:
                 return
             if connection.applied > applied:
                 applied, until = connection.applied, time.monotonic() + limit

@@ -199,16 +199,19 @@ def test_an_agent_that_is_busy_and_answers_is_waited_for(connected: tuple[AgentL
 
 @pytest.mark.promise("eager redo that is slower than training")
 def test_an_agent_that_answers_and_applies_nothing_is_not_waited_for_for_ever(
-    connected: tuple[AgentLink, Channel],
+    connected: tuple[AgentLink, Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, channel = connected
+    receive = client.connection.receive
 
-    def answer() -> bool:
+    def receive_an_answer() -> object:
         channel.send(Credit(0))
-        return False
+        return receive()
 
-    with pytest.raises(AgentGoneError, match="it answers, and has applied no record"):
-        client.wait_applied(1, give_up=answer)
+    with monkeypatch.context() as patched:
+        patched.setattr(client.connection, "receive", receive_an_answer)
+        with pytest.raises(AgentGoneError, match="it answers, and has applied no record"):
+            client.wait_applied(1)
     channel.send(Credit(2))
     client.wait_applied(2)
 
