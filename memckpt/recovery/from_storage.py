@@ -33,7 +33,7 @@ from memckpt.storage import dcp
 from memckpt.storage.catalog import Checkpoint
 from memckpt.storage.chain import StoredPoint
 from memckpt.storage.format import NodeState, Part, decode_node_state
-from memckpt.storage.node_files import StoredNames, read_whole_state, write_commit, write_files
+from memckpt.storage.node_files import StoredNames, join_states, read_whole_state, write_commit, write_files
 from memckpt.storage.store import Store
 
 
@@ -128,18 +128,18 @@ class StoredState:
         self._rank = rank % checkpoint.world_size
         self.point = point
         self._unit: StoredUnit | None = StoredUnit(store, point, checkpoint.part_serving(self._rank), self._records)
-        self._resharding: Resharding | None = None
+        self._other_shards: OtherShards | None = None
         self.state: NodeState = self._unit.state
         self._own_part = checkpoint.part_of(self._rank)
         self.own = self.state
         if self._own_part != self._unit.part:
             self.own = decode_node_state(store.read(self._own_part.state_path))
         if self.state.spec.sharding() != spec.sharding():
+            self._other_shards = OtherShards(store, point, self._records, self._unit)
             self._unit = None
-            self._resharding = Resharding(store, point, self._records)
-            self.state = self._resharding.state
+            self.state = self._other_shards.state
             refuse_what_cannot_be_cut(self.state.spec, spec)
-        self.resharded = self._resharding is not None
+        self.resharded = self._other_shards is not None
         #: Nodes that hold slices hold the same state as those that hold all of it.
         sliced = max(self.state.spec.slice_count, spec.slice_count) > 1
         cut = not sliced or any(map(_is_cut, [*self.state.spec.tensors(), *spec.tensors()]))
@@ -170,8 +170,8 @@ class StoredState:
         target.forget_optimizer_state()
         if self._unit is not None:
             self._restore_unit(self._unit, target, build)
-        elif self._resharding is not None:
-            self._resharding.restore(target, self._by_value(tensors, sharded=False), build)
+        elif self._other_shards is not None:
+            self._other_shards.restore(target, self._by_value(tensors, sharded=False), build)
         self._restore_by_value(tensors)
         target.order_state_keys()
 
@@ -238,20 +238,28 @@ def _is_cut(tensor: TensorSpec) -> bool:
     return tensor.shape != tensor.whole_shape and not tensor.elsewhere
 
 
-class Resharding:
+class OtherShards:
     """A stored state of which a rank needs other shards than are stored for it.
 
     `state` is of the first rank's part; everything that is not sharded comes from there.
     """
 
-    def __init__(self, store: Store, point: StoredPoint, records: batches.RecordReader) -> None:
+    def __init__(self, store: Store, point: StoredPoint, records: batches.RecordReader, opened: StoredUnit) -> None:
         self._store = store
         self._point = point
         self._records = records
-        self._first = StoredUnit(store, point, point.checkpoint.part_serving(0), records)
-        self.state = read_whole_state(store, point.checkpoint)
+        #: Parts that are opened, by path: each one's state is read and decoded once.
+        self._units = {opened.part.state_path: opened}
+        self._first = self._unit(point.checkpoint.part_serving(0))
+        self.state = join_states(point.checkpoint, lambda part: self._unit(part).state)
         self._taken: set[tuple[str, RankGroup]] = set()
         self._filled: Counter[tuple[str, int, str]] = Counter()
+
+    def _unit(self, part: Part) -> StoredUnit:
+        path = part.state_path
+        if path not in self._units:
+            self._units[path] = StoredUnit(self._store, self._point, part, self._records)
+        return self._units[path]
 
     def restore(self, target: RestoreTarget, own: Mapping[str, torch.Tensor], build: OptimizerFactory) -> None:
         """Fill the live tensors and create the optimizer state."""
@@ -259,11 +267,11 @@ class Resharding:
         self._load(target, own, with_params=not redone)
         if redone:
             for part in self._point.checkpoint.full_parts:
-                unit = self._first
-                if part != unit.part:
-                    unit = StoredUnit(self._store, self._point, part, self._records)
+                unit = self._unit(part)
                 self._redo(unit, target, build)
                 self._take_by_value(unit, target.tensors)
+                if unit is not self._first:
+                    del self._units[part.state_path]  # states of all nodes need not be held at once
             self._check_filled(target)
 
     # Tensors in the checkpoint

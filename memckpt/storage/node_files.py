@@ -11,7 +11,7 @@ For other ranks the prefix ``ranks.<first of these ranks>.`` is added.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -133,10 +133,16 @@ def read_whole_state(store: Store, checkpoint: Checkpoint) -> NodeState:
 
     Raises DamagedStateError: they do not fit together.
     """
-    first = decode_node_state(store.read(checkpoint.part_serving(0).state_path))
+    return join_states(checkpoint, lambda part: decode_node_state(store.read(part.state_path)))
+
+
+def join_states(checkpoint: Checkpoint, state_of: Callable[[Part], NodeState]) -> NodeState:
+    """What :func:`read_whole_state` returns, of states that `state_of` is asked for once each."""
+    first_part = checkpoint.part_serving(0)
+    first = state_of(first_part)
     if first.spec.slice_count == 1:
         return first
-    parts = [decode_node_state(store.read(part.state_path)) for part in checkpoint.full_parts]
+    parts = [first if part == first_part else state_of(part) for part in checkpoint.full_parts]
     try:
         spec = join_slices([part.spec for part in parts])
     except ValueError as error:

@@ -228,6 +228,21 @@ def test_the_same_ranks_need_no_part_but_their_own(here: LocalStore) -> None:
         check(live, job, 2, own=1)
 
 
+def test_each_part_s_state_is_read_once(here: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = train(here, rows(2), 2, last=4)
+    states = {part.state_path for part in job.point(4).checkpoint.parts.values()}
+    paths, read = [], LocalStore.read
+
+    def note_read(store: LocalStore, path: str) -> bytes:
+        paths.append(path)
+        return read(store, path)
+
+    monkeypatch.setattr(LocalStore, "read", note_read)
+    with mesh_of((3,), 1) as mesh:
+        assert Live.of({**all_empty(WHOLE, mesh, (0,))}).restore(job, 4, 1, 3).resharded
+    assert sorted(path for path in paths if path in states) == sorted(states)
+
+
 def test_other_numbers_of_copies_of_the_same_pieces_are_not_put_together_anew(here: LocalStore) -> None:
     job = train(here, rows(2), 2, copies=2, last=3)
     with mesh_of((2,), 1) as mesh:
