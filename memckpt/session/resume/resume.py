@@ -268,7 +268,7 @@ class Resumption:
         make = partial(plan_without, (), self._repeats)
         if self._peers.active:
             make = partial(self._peers.plan_with_peers, plan_without, self._spec, self._repeats)
-        plan = plan_with_storage(tier, self._resume, make) if tier.unread or tier.absent else make()
+        plan = plan_with_storage(tier, self._resume, make)
         self._link.claimed = tier.claimed  # the planning may have claimed the store
         self._timeline = plan.timeline
         self._link.configure(plan.timeline)

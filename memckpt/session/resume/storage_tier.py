@@ -86,12 +86,17 @@ class StorageTier:
         self._here = owner.place_of_store(store, run_dir)
         #: The id of a run that has none yet.
         self._new = owner.new_run(run_dir)
+
+        def look_into_run() -> tuple[owner.Kept, str]:
+            kept = owner.read_kept(run_dir) if owned else owner.Kept()
+            return kept, owner.original_of(run_dir, kept)
+
         # Together, here and below: a rank that raises alone would leave the others in their next collective.
-        self._kept = kept = ranks.together(lambda: owner.read_kept(run_dir) if owned else owner.Kept())
-        originals = ranks.together(lambda: owner.original_of(run_dir, kept[ranks.rank]))
-        self._original = next(filter(None, originals), "")
+        everybody = ranks.together(look_into_run)
+        self._kept = [kept for kept, _ in everybody]
+        self._original = next((original for _, original in everybody if original), "")
         #: The store that the run has claimed before; empty if none is known.
-        self._claimed_before = next((one.store for one in kept if one.store), "")
+        self._claimed_before = next((one.store for one in self._kept if one.store), "")
         self._list()
 
     # Listing
