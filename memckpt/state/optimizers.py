@@ -442,16 +442,16 @@ def attributes(optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
     return kept, dropped
 
 
-def private_attributes(optimizer: Optimizer, stand_ins: dict[int, torch.nn.Parameter] | None = None) -> dict[str, Any]:
+def private_attributes(optimizer: Optimizer) -> dict[str, Any]:
     """Copies of the instance attributes that share nothing with the optimizer. Raises UnsupportedError: one has none.
 
-    `stand_ins`: replacements of parameters that attributes refer to, by `id`; others become empty parameters.
+    Parameters that attributes refer to become empty ones.
     """
     memo: dict[int, Any] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
             # Not the live parameter, which a step would change, nor a copy, which would double the model.
-            memo[id(param)] = (stand_ins or {}).get(id(param), torch.nn.Parameter(torch.empty(0)))
+            memo[id(param)] = torch.nn.Parameter(torch.empty(0))
     copies = {}
     for name, value in own_attributes(optimizer).items():
         try:
