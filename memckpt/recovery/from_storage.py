@@ -33,7 +33,7 @@ from memckpt.storage import dcp
 from memckpt.storage.catalog import Checkpoint
 from memckpt.storage.chain import StoredPoint
 from memckpt.storage.format import NodeState, Part, decode_node_state
-from memckpt.storage.node_files import StoredNames, join_states, read_whole_state, write_commit, write_files
+from memckpt.storage.node_files import StoredNames, join_states, write_commit, write_files
 from memckpt.storage.store import Store
 
 
@@ -401,7 +401,8 @@ def _offsets(shard: Shard | None, dimensions: int) -> tuple[int, ...]:
 def as_checkpoint(store: Store, point: StoredPoint, into: Store) -> Checkpoint:
     """Write a state that needs redo as a checkpoint of its own: rank 0's, with whole tensors."""
     part = point.checkpoint.part_serving(0)
-    spec = unsharded(read_whole_state(store, point.checkpoint).spec)
+    whole = join_states(point.checkpoint, lambda one: decode_node_state(store.read(one.state_path)))
+    spec = unsharded(whole.spec)
     stored = StoredState(store, point, 0, spec)
     host = HostState(spec, by_value=True)
     stored.restore(host.tensors, host.optimizers, host.build)

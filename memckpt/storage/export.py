@@ -22,7 +22,7 @@ from memckpt.storage import dcp
 from memckpt.storage.catalog import Checkpoint
 from memckpt.storage.format import MERGED, NodeState, decode_node_state
 from memckpt.storage.local_store import sync_directory
-from memckpt.storage.node_files import read_whole_state
+from memckpt.storage.node_files import join_states
 from memckpt.storage.store import Store
 
 Writer = Callable[[Store, Checkpoint, Path], None]
@@ -85,13 +85,11 @@ def model_state(spec: StateSpec, tensors: dict[str, torch.Tensor]) -> dict[str, 
 
 def read_state(store: Store, checkpoint: Checkpoint) -> ExportedState:
     """Read a checkpoint as values. Raises UnsupportedError: the model was sharded by FSDP1."""
-    state = read_whole_state(store, checkpoint)
+    parts = checkpoint.parts.values()
+    read = {part.state_path: decode_node_state(store.read(part.state_path)) for part in parts}
+    state = join_states(checkpoint, lambda part: read[part.state_path])
     _refuse_flattened(state.spec)
-    ranks = {
-        rank: codec.decode(encoded)
-        for part in checkpoint.parts.values()
-        for rank, encoded in decode_node_state(store.read(part.state_path)).rank_states.items()
-    }
+    ranks = {rank: codec.decode(encoded) for one in read.values() for rank, encoded in one.rank_states.items()}
     first = ranks[0]
     tensors = read_tensors(store, checkpoint)
     return ExportedState(
@@ -108,7 +106,7 @@ def optimizer_states(
 ) -> list[dict[str, Any]]:
     """The argument of each optimizer's ``load_state_dict``: state by position, and the groups.
 
-    `state` is that of :func:`read_whole_state`; `groups` are those of its rank state, where ``params`` are names.
+    `state` is that of :func:`join_states`; `groups` are those of its rank state, where ``params`` are names.
     """
     plain: dict[int, Any] = codec.decode(state.plain) if state.plain else {}
     states = []

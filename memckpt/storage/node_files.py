@@ -25,7 +25,7 @@ from memckpt.state.slices import join_slices
 from memckpt.state.spec import ParamSpec, Shard, StateSpec, StateTensorSpec, TensorSpec
 from memckpt.storage import dcp
 from memckpt.storage.catalog import Checkpoint
-from memckpt.storage.format import NodeState, Part, decode_node_state, encode_commit, encode_node_state
+from memckpt.storage.format import NodeState, Part, encode_commit, encode_node_state
 from memckpt.storage.store import Store
 
 
@@ -128,16 +128,11 @@ def by_value_tensors(layout: Layout, by_value: mmap.mmap, base: int) -> dict[str
     return tensors
 
 
-def read_whole_state(store: Store, checkpoint: Checkpoint) -> NodeState:
+def join_states(checkpoint: Checkpoint, state_of: Callable[[Part], NodeState]) -> NodeState:
     """The first rank's state beside its tensors; where nodes hold slices, that of all of them.
 
-    Raises DamagedStateError: they do not fit together.
+    `state_of` reads a part, and is asked once for each. Raises DamagedStateError: they do not fit together.
     """
-    return join_states(checkpoint, lambda part: decode_node_state(store.read(part.state_path)))
-
-
-def join_states(checkpoint: Checkpoint, state_of: Callable[[Part], NodeState]) -> NodeState:
-    """What :func:`read_whole_state` returns, of states that `state_of` is asked for once each."""
     first_part = checkpoint.part_serving(0)
     first = state_of(first_part)
     if first.spec.slice_count == 1:
