@@ -168,6 +168,8 @@ class Session:
         self._closed_because = "after close(): attach again to go on"
         self._observers = observers
         self._last: RestorePoint | None = None
+        #: The newest step of this attempt that a resume can begin behind: with snapshots that is not each of them.
+        self._last_held: RestorePoint | None = None
         #: The step number of the last commit, restore point or not; None before the first.
         self._number: int | None = None
         self._reductions_at_commit = 0
@@ -561,11 +563,14 @@ class Session:
         if switch.is_due(record):  # asked again: the order may have made it so
             # The state of this record is written by value: the agent needs no record before it any more.
             switch.write_generation(point)
+            self._last_held = point
             switch.enter_record(record + 1)
             self._protection.end_gap(point)
         elif staging.ready and (problem is None or staging.commits_uncaptured(record)):  # or: nothing to get wrong
             # Nothing changes the slot behind the seal. Once its copies have ended the stamp is set, and the agent told.
             self._send_commit(staging.seal(point))
+            if not staging.commits_uncaptured(record):
+                self._last_held = point
             self._obey_copy_order(point)
             switch.warn_of_state_left_out()
             switch.enter_record(record + 1)
@@ -800,7 +805,7 @@ class Session:
 
     def _say_what_stays(self) -> None:
         """Say what stays held behind this process, for how long, and how to let go of it; nothing of a closed one."""
-        last, writer = self._last or self._resumption.point, self._staging.writer
+        last, writer = self._last_held or self._resumption.point, self._staging.writer
         if self._closed or last is None or writer is None or self.agent_pid is None or self._ranks.rank:
             return
         held = f"{nbytes_text(writer.layout.total_bytes)}{' a rank' if self._ranks.world_size > 1 else ''}"
