@@ -56,7 +56,8 @@ def said(lab: Lab, resume: str = "auto", first: int | None = None) -> list[str]:
     def body() -> None:
         logging.root.handlers.clear()
         logging.root.setLevel(logging.WARNING)
-        train(lab.run_dir, resume, first)
+        os.chdir(lab.run_dir.parent)
+        train(Path(lab.run_dir.name), resume, first)  # a relative one is named as it is resolved
 
     child = lab.fork(body, "train")
     assert child.wait() == -signal.SIGKILL, child.log.read_text()

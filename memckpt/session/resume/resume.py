@@ -326,7 +326,7 @@ class Resumption:
             level = logging.WARNING if self._drops_held else logging.INFO
             if self._start_reason == FIRST_START:
                 # A relative directory begins a new run where the working directory is another one.
-                _start_log.log(level, "memckpt: %s, in %s", FIRST_START, self._run_dir)
+                _start_log.log(level, "memckpt: %s, in %s", FIRST_START, self._run_dir.resolve())
             else:
                 _start_log.log(level, "memckpt: starting over: %s", self._start_reason)
             return
