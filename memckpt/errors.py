@@ -29,6 +29,14 @@ that kind of failure.
 
 from __future__ import annotations
 
+import functools
+import logging
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_log = logging.getLogger("memckpt")
 #: What decoding raises for bytes that are no message: msgspec's errors and those of text that is no UTF-8 are
 #: ValueErrors, and lists in lists in lists are a RecursionError.
 MALFORMED = (ValueError, RecursionError)
@@ -207,3 +215,17 @@ class DrillError(MemckptError, RuntimeError):
 
 class UsageError(MemckptError, RuntimeError):
     """The library was called in an order that cannot work."""
+
+
+def without_our_frames(face: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate what users call: messages of our errors say it all, and our frames are logged at DEBUG."""
+
+    @functools.wraps(face)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return face(*args, **kwargs)
+        except MemckptError as error:
+            _log.debug("memckpt: where that was found", exc_info=error)
+            raise error.with_traceback(None) from None
+
+    return called

@@ -23,6 +23,7 @@ from memckpt.errors import (
     StorageError,
     StorageFullError,
     UsageError,
+    without_our_frames,
 )
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status, save_to
@@ -91,6 +92,7 @@ def export(
         out.print(f"step {found.step} is in {to} ({form}, {nbytes_text(nbytes)})", markup=False, soft_wrap=True)
 
 
+@without_our_frames
 def load(
     run: str | Path,
     step: int | None = None,

@@ -20,7 +20,7 @@ from memckpt.capture.phases import StallClock
 from memckpt.config import AgentConfig, MemckptConfig, RedoMode, ResumeChoice
 from memckpt.config.arguments import DISABLE, disabled_by_environment, with_environment
 from memckpt.config.observers import Committed, Observer, Watched, observers_from_environment
-from memckpt.errors import ConfigurationError, UsageError
+from memckpt.errors import ConfigurationError, UsageError, without_our_frames
 from memckpt.processes.address import node_name
 from memckpt.session.loop import LoaderT, bare_model, bare_optimizer
 from memckpt.session.resume.report import ResumeCheck
@@ -30,6 +30,7 @@ _log = logging.getLogger("memckpt")
 _DISABLED = f"disabled by {DISABLE}"
 
 
+@without_our_frames
 def attach(
     model: nn.Module,
     optimizers: Optimizer | Sequence[Optimizer],

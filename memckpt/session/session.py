@@ -37,6 +37,7 @@ from memckpt.errors import (
     MemckptError,
     ResumeMismatchError,
     UsageError,
+    without_our_frames,
 )
 from memckpt.journal.events import Recovered
 from memckpt.processes.address import AgentAddress
@@ -319,6 +320,7 @@ class Session:
         """
         self._rank_state.unrepeatable = self._rank_state.unrepeatable or reason
 
+    @without_our_frames
     def register(self, name: str, obj: object, attributes: Sequence[str] = (), parts: Parts | None = None) -> None:
         """Make an object with ``state_dict`` and ``load_state_dict`` part of what is committed and restored.
 
@@ -356,6 +358,7 @@ class Session:
         self._has_told = True
         return self._resumption.held
 
+    @without_our_frames
     def restore(self) -> RestoreReport | None:
         """Restore tensors, optimizer state, registered objects, and at last the RNG states.
 
@@ -451,6 +454,7 @@ class Session:
 
     # The loop over data
 
+    @without_our_frames
     def loader(self, loader: LoaderT) -> LoaderT:
         """Have a loader continue at its place: after a resume its next iteration begins behind the last commit.
 

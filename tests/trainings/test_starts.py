@@ -17,7 +17,7 @@ from torch import nn
 
 import memckpt
 from memckpt.capture.live_state import LiveState
-from memckpt.errors import ConfigurationError, UnsupportedError, UsageError
+from memckpt.errors import ConfigurationError, MemckptError, UnsupportedError, UsageError
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import stop_agent
 from memckpt.session.mode import choose_redo
@@ -146,6 +146,21 @@ def test_a_run_directory_that_cannot_be_made(name: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match=r"run_dir: expected a directory.*found .*file.*move away"):
         attach(tmp_path / name)
+
+
+def test_a_mistake_is_shown_without_frames_of_ours(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They are logged at DEBUG, for who reports a bug."""
+    net = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for call, where in (
+        (lambda: memckpt.attach(net, optimizer, run_dir=tmp_path, config={"slots": "3"}), "settings.py"),
+        (lambda: memckpt.load(tmp_path), "run_view.py"),
+    ):
+        caplog.clear()
+        with caplog.at_level(logging.DEBUG, "memckpt"), pytest.raises(MemckptError) as caught:
+            call()
+        assert [each.path.name for each in caught.traceback if isinstance(each.path, Path)][2:] == ["errors.py"]
+        assert where in caplog.text
 
 
 def test_a_run_directory_that_cannot_be_written_to(lab: Lab) -> None:
