@@ -4,22 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Protocol
-
-
-class Report(Protocol):
-    """Outcome of a restore: a `memckpt.RestoreReport`."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def tier(self) -> str: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def steps_lost(self) -> int | None: ...
-    @property
-    def repeated(self) -> int | None: ...
 
 
 def short_number(number: float, digits: int = 1) -> str:
@@ -80,15 +64,9 @@ class Messages:
         if self._speaks:
             self._logger.info("memckpt: %s", line)
 
-    def resumed(self, report: Report) -> None:
-        """Log where training continues, and what was lost."""
-        lost = f"{report.steps_lost} step{'' if report.steps_lost == 1 else 's'} lost"
-        if report.steps_lost is None:
-            lost = "later steps, if there were any, are repeated"
-        step, proof = report.step, ""
-        if report.repeated is not None:
-            step, proof = report.repeated, f"; step {report.repeated} is repeated first, as a proof"
-        self.inform(f"resumed at step {step} from {report.tier} in {report.seconds:.2f} s, {lost}{proof}")
+    def resumed(self, report: object) -> None:
+        """Log where training continues, and what was lost, as a printed `memckpt.RestoreReport` says."""
+        self.inform(str(report))
 
     def warn(self, line: str) -> None:
         """Log one line, once, about something that the user may not expect."""

@@ -56,4 +56,4 @@ def test_two_phases_go_on_where_they_were(scripts: Scripts, monkeypatch: pytest.
     logs = scripts.survives("examples/two_phases.py", "runs", kills=["pretrain step 11", "finetune step 3"])
     assert "pretrain step 16" in logs[1]
     assert "pretrain step" not in logs[2], "its final step is in storage"
-    assert "pretrain: RestoreReport(step=16," in logs[2]
+    assert "pretrain: resumed at step 16 from" in logs[2]

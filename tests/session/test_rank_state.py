@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import enum
 import logging
+import re
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -23,8 +24,9 @@ from memckpt.capture.beside.strangers import Helpers
 from memckpt.capture.copier import HostCopier
 from memckpt.capture.live_state import LiveState
 from memckpt.errors import ConfigurationError
+from memckpt.recovery.comparison import Comparison
 from memckpt.session.rank_state import ACCEPTED, EARLIER, MADE, RankState
-from memckpt.session.resume.report import RestoreReport, ResumeCheck
+from memckpt.session.resume.report import RestoreReport, ResumeCheck, judge
 from tests.support import odd_tensors
 
 
@@ -132,6 +134,32 @@ def test_a_run_that_is_not_exact_says_so_once_and_hands_it_on(
     report = RestoreReport(1, 1, "storage", 0.1, 0, check=ResumeCheck("witness"))
     report.check.settle("different", "step 2 differs")
     assert (report.exact, report.reasons) == (False, ("step 2 differs",))
+
+
+def test_a_printed_report_reads_as_a_person_would_write_it() -> None:
+    report = RestoreReport(6, 6, "local memory", 0.3828, 0, check=ResumeCheck("replay"), repeated=7)
+    begun = "resumed at step 7 from local memory in 0.38 s, 0 steps lost; step 7 is repeated first, as a proof"
+    assert str(report) == f"{begun}; exact so far"
+    report.check.settle("equal", "step 7 was repeated: all are equal, bit for bit")
+    assert str(report) == f"{begun}; exact by what was compared"
+    report = RestoreReport(6, 6, "peers", 2.5, 1, check=ResumeCheck("off", "off"))
+    begun = "resumed at step 6 from peers in 2.50 s, 1 step lost"
+    assert str(report) == f"{begun}; exact as far as is known: no step was compared"
+    assert str(report.because("a stream", "a clock")) == f"{begun}; not exact: a stream (and 1 more in report.reasons)"
+
+
+def test_a_printed_report_leaves_the_usual_causes_of_a_difference_to_the_log() -> None:
+    comparison = Comparison()
+    comparison.tensor("parameter", "weight", torch.ones(3), torch.zeros(3))
+    report = RestoreReport(6, 6, "storage", 0.5, None, check=ResumeCheck("replay"))
+    judge(report.check, [comparison.findings()], False, "step 7 was repeated")
+    assert "the usual causes" in report.reasons[0]
+    assert "gradients kept from the step before" in report.reasons[0]
+    assert re.fullmatch(
+        r"resumed at step 6 from storage in 0\.50 s, later steps, if there were any, are repeated; not exact: step 7 "
+        r"was repeated: DIFFERENT: parameter weight: 3 of 3 elements differ, [^;]*",
+        str(report),
+    )
 
 
 class Refusing(Counter):

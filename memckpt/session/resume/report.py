@@ -34,6 +34,8 @@ _COARSE_ROUNDING = 2e-2
 _TENSORS = ("parameter", "state", "buffer", "frozen", "logged values", "gradient")
 #: Kinds that a verdict counts, with their plurals.
 _COUNTED = {"parameter": "parameters", "state": "states", "buffer": "buffers", "frozen": "frozen tensors"}
+#: What a verdict says of a resume that nothing is known against.
+_KNOWN = {"pending": "exact so far", "equal": "exact by what was compared", "rounding": "exact but for rounding"}
 _ORDER = tuple(kind for kind in get_args(ComparedKind) if kind != "gradient")
 _CAUSES = (
     "the usual causes: plain attributes that are in no state_dict, a scheduler or a generator of your own that is not "
@@ -134,6 +136,20 @@ class RestoreReport:
         if earlier:
             _log.warning("memckpt: training does not go on exactly: %s", "; ".join(earlier))
         return self
+
+    def __str__(self) -> str:
+        # As a person would say it; adapters log it.
+        lost = f"{self.steps_lost} step{'' if self.steps_lost == 1 else 's'} lost"
+        if self.steps_lost is None:
+            lost = "later steps, if there were any, are repeated"
+        step, proof = self.step, ""
+        if self.repeated is not None:
+            step, proof = self.repeated, f"; step {self.repeated} is repeated first, as a proof"
+        known = _KNOWN.get(self.check.verdict, "exact as far as is known: no step was compared")
+        if reasons := self.reasons:
+            more = f" (and {len(reasons) - 1} more in report.reasons)" if len(reasons) > 1 else ""
+            known = f"not exact: {reasons[0].partition(f'; {_CAUSES}')[0]}{more}"
+        return f"resumed at step {step} from {self.tier} in {self.seconds:.2f} s, {lost}{proof}; {known}"
 
     def __repr__(self) -> str:
         # For a script's log: the check as its verdict, and no more digits than anybody reads.

@@ -85,9 +85,9 @@ class Launched:
 
     def resumed(self, tier: str) -> None:
         """Wait for the resume, and check its step and its tier, a regular expression."""
-        self.wait_for("RestoreReport")
-        before, _, after = self.said.partition("RestoreReport")
-        report = re.search(r"\(step=(\d+), .*tier='([a-z ]+)'.*exact=True", after)
+        self.wait_for("resumed at step")
+        before, _, after = self.said.partition("resumed at step")
+        report = re.match(r" (\d+) from ([a-z ]+) in .*; exact", after)
         assert report is not None, after[:300]
         last = max(int(step) for step in re.findall(r"step (\d+): loss", before))
         print(f"resumed at step {report[1]} from {report[2]}; the last that was shown was {last}")

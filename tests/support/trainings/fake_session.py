@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import memckpt
 from memckpt.errors import NothingHeldError
 from memckpt.state import codec, rng
 
@@ -93,7 +94,7 @@ class FakeSession:
     def _tensors(self) -> dict[str, Tensor]:
         return dict(itertools.chain(self._model.named_parameters(), self._model.named_buffers()))
 
-    def restore_tensors(self) -> SimpleNamespace | None:
+    def restore_tensors(self) -> memckpt.RestoreReport | None:
         if self._saved is None or self.held is None:
             return None
         with torch.no_grad():
@@ -102,7 +103,7 @@ class FakeSession:
         for optimizer, state in zip(self._optimizers, self._saved["optimizers"], strict=True):
             optimizer.load_state_dict(state)
         place = {"step": self.held.step, "record": self.held.record, "tier": self.held.tier}
-        return SimpleNamespace(**place, seconds=0.0, steps_lost=0, repeated=None)
+        return memckpt.RestoreReport(**place, seconds=0.0, steps_lost=0)
 
     def restore_rng(self) -> None:
         if self._saved is not None:

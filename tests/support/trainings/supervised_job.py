@@ -30,7 +30,7 @@ def main() -> None:
         config = MemckptConfig(agent=AgentConfig(linger_seconds=60), storage=None, redo="lazy")
         session = memckpt.attach(model, optimizer, run_dir=run_dir, config=config)
         report = session.restore()
-        print(f"attempt {attempt}: {report}", flush=True)
+        print(f"attempt {attempt}: {report!r}", flush=True)
     for step in range(report.step + 1 if session and report else 1, steps + 1):
         model(torch.randn(8, 16)).square().mean().backward()
         optimizer.step()
