@@ -166,6 +166,7 @@ def test_each_fault_is_named_and_training_goes_on_from_what_was_held(lab: Lab, r
         assert line.startswith(start if named.startswith("; ") else start + named), line
         assert named in line, line
         assert "the usual causes: plain attributes that are in no state_dict" in line
+        assert "gradients kept from the step before" in line
         wrong = {each: value for each, value in ended.losses.items() if lab.reference(FRAGILE).losses[each] != value}
         assert set(wrong) <= {step}, f"losses differ at {sorted(wrong)}"
         step += 2

@@ -40,7 +40,8 @@ _ORDER = tuple(kind for kind in get_args(ComparedKind) if kind != "gradient")
 _CAUSES = (
     "the usual causes: plain attributes that are in no state_dict, a scheduler or a generator of your own that is not "
     "registered, a loader that is not given to the session, data read from elsewhere, values written through .data, "
-    "code that has changed, another batch size, an optimizer of your own that keeps something outside of its state"
+    "gradients kept from the step before, code that has changed, another batch size, an optimizer of your own that "
+    "keeps something outside of its state"
 )
 
 
