@@ -286,6 +286,8 @@ class AgentConnection:
             match message:
                 case trainer.OthersStay():
                     return
+                case Saved() | Logged():
+                    self.notices.append(message)
                 case trainer.Leaving(last=True):  # before, one that was told to end says so, and has to write yet
                     break
                 case trainer.HoldingOn():

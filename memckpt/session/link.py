@@ -29,7 +29,7 @@ from memckpt.protocol import trainer
 from memckpt.protocol.channel import TrainerToAgent
 from memckpt.protocol.replication import AskPhases, Listen, Listening, PhasesAre, Recover, Recovered, RecoveryProgress
 from memckpt.protocol.status import MetricsSettings
-from memckpt.protocol.storing import RecordSaved, SaveRecord
+from memckpt.protocol.storing import Logged, RecordSaved, Saved, SaveRecord
 from memckpt.session.connection import AgentConnection, CopyOrder, Notice, PreparedRegions, Reconnection, refusal
 from memckpt.session.ranks import Ranks, find_launcher
 from memckpt.state import codec
@@ -455,18 +455,22 @@ class AgentLink:
         self._send_problem = None
         connection.close(dismiss)
 
-    def close(self, finished: bool) -> None:
-        """Say goodbye; with `finished` wait until the agent has written the final step to storage and leaves."""
+    def close(self, finished: bool) -> list[Saved | Logged]:
+        """Say goodbye; with `finished` wait until the agent has written the final step to storage and leaves.
+
+        Returns what it has said meanwhile of writes to storage.
+        """
         self.reconnection.close()
         connection, self._connection = self._connection, None
         if connection is None or connection.channel.fileno() < 0:
-            return
+            return []
         if finished and self._storage is not None and self._ranks.leads:
             _log.info("memckpt: the final step is being brought to storage")
         try:
             connection.say_goodbye(finished, self._storage.timeout_seconds if self._storage is not None else 0.0)
         finally:
             connection.close()
+        return [notice for notice in connection.notices if isinstance(notice, (Saved, Logged))]
 
 
 class LoggedValues:

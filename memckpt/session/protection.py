@@ -165,7 +165,7 @@ class Protection:
                     self._gap = True
                     _log.warning("memckpt: not protected until the state is written anew: %s", notice.reason)
                 case Saved() | Logged():
-                    self._stored(notice)
+                    self.note_stored(notice)
                 case SaveFailed():
                     self.storing_failed = True
                     _log.warning("memckpt: step %d did not get to storage: %s", notice.step, notice.reason)
@@ -176,7 +176,16 @@ class Protection:
                     self._has_held = True
                     _log.debug("memckpt: generation %d is complete", notice.generation)
 
-    def _stored(self, notice: Saved | Logged) -> None:
+    def stored_metrics(self) -> dict[str, float]:
+        """Figures of storage, as :meth:`Session.metrics` has them."""
+        return {
+            "stored_step": float(self.stored_step or 0),
+            "stored_age_s": time.monotonic() - self.stored_at,
+            "stored_bytes": float(self.stored_bytes),
+        }
+
+    def note_stored(self, notice: Saved | Logged) -> None:
+        """Note what the agent has written to storage."""
         self.stored_step = max(notice.step, self.stored_step or 0)
         self.stored_at = time.monotonic()
         if isinstance(notice, Saved):

@@ -171,6 +171,7 @@ class Session:
         self._last: RestorePoint | None = None
         #: The newest step of this attempt that a resume can begin behind: with snapshots that is not each of them.
         self._last_held: RestorePoint | None = None
+        self._last_metrics: dict[str, float] | None = None  # once it is closed
         #: The step number of the last commit, restore point or not; None before the first.
         self._number: int | None = None
         self._reductions_at_commit = 0
@@ -722,6 +723,8 @@ class Session:
 
         They are what this process knows, without asking anybody. `stall_ms` is that since the last call.
         """
+        if self._last_metrics is not None:
+            return dict(self._last_metrics)
         stalled, self._stalled_before = self._clock.total - self._stalled_before, self._clock.total
         protection, link, report = self._protection, self._link, self.report
         record, writer = self._recorder.record - 1, self._staging.writer
@@ -733,9 +736,7 @@ class Session:
             "drift_ulp": self.drift_ulp,
             "step": float(record),
             "resume_check": VERDICT_VALUES[self.check.verdict],
-            "stored_step": float(protection.stored_step or 0),
-            "stored_age_s": time.monotonic() - protection.stored_at,
-            "stored_bytes": float(protection.stored_bytes),
+            **protection.stored_metrics(),
             "peers_lag_records": float(max(0, record - at_peers)),
             "held_bytes": float(writer.layout.total_bytes) if writer is not None else 0.0,
             "alarms": float(protection.alarms),
@@ -795,9 +796,12 @@ class Session:
         with self._copier.behind_training():
             if stores and last is not None and self._switch.capture_last(last):
                 self._protection.end_gap(last)
+        last_metrics = self.metrics()
         self._unhook()
         self._close_parts()
-        self._link.close(finished)
+        for stored in self._link.close(finished):
+            self._protection.note_stored(stored)
+        self._last_metrics = last_metrics | self._protection.stored_metrics()
         if finished:
             self._resumption.resharding.delete_store()
 

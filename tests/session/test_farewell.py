@@ -56,6 +56,7 @@ def test_what_becomes_of_the_final_step_is_said(
         theirs.shutdown(socket.SHUT_WR)
         ours_end.say_goodbye(finished=True, saving_seconds=60.0)
         assert agent.receive(5.0)[0] == Goodbye(True)
+        assert ours_end.notices == [each for each in messages if isinstance(each, Saved)]
     finally:
         ours_end.close()
         agent.close()

@@ -895,6 +895,28 @@ def test_what_stays_held_behind_a_process_is_said_once_with_how_to_let_go_of_it(
     assert "let go of it with `memckpt stop " in log
 
 
+def test_metrics_stay_behind_the_end_and_know_of_the_final_step_in_storage(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Process, "settings", {"slots": 3, "storage": memckpt.StorageConfig()})
+
+    def loop(process: Process) -> None:
+        process.session.restore()
+        for _ in range(3):
+            process.take("batch", torch.ones(1))
+        before = process.session.metrics()
+        process.session.close()
+        after = process.session.metrics()
+        assert before["held_bytes"] > 0
+        assert after["stored_bytes"] > before["stored_bytes"]
+        changing = ("stored_bytes", "stored_age_s", "stall_ms")
+        assert after == before | {"stored_step": 3.0} | {name: after[name] for name in changing}
+        assert process.session.metrics() == after
+        assert process.session.stored_step == 3
+
+    said_of(lab, loop)
+
+
 def test_a_protected_model_can_be_copied_and_pickled(lab: Lab) -> None:
     def loop(process: Process) -> None:
         process.session.restore()
