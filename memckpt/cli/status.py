@@ -77,10 +77,10 @@ def status(
     empty; with --memory, if no agent answers. 9 if an agent does not answer in time, 10 if there is none and storage
     cannot be read. With --watch --json: one line for each refresh.
 
-    With --check one line says that a training is protected, or one line for each problem: no trainer, nothing held, no
-    commit for longer than --max-age, an alarm of the agent, storage that cannot be read or has damage, storage or peers
-    further behind than --max-behind. Exit status 0 if there is no problem, 1 if there is one, 11 if no agent answers,
-    9 if it does not answer in time.
+    With --check one line says that a training is protected, or one line for each problem. That is no trainer, nothing
+    held, no commit for longer than --max-age, an alarm of the agent, storage that cannot be read or has damage, storage
+    or peers further behind than --max-behind. Exit status 0 if there is no problem, 1 if there is one, 11 if no agent
+    answers, 9 if it does not answer in time.
     """
     if max_behind is not None and (not check or memory):
         raise ConfigurationError(f"--max-behind {max_behind}: expected it with --check and without --memory")
@@ -251,7 +251,7 @@ def _show_storage(table: Table, stored: Stored, view: View) -> None:
         _add(table, "interval", _interval_text(tier))
         if tier.loses_at_most is not None:
             peers = view.agent.peers if view.agent is not None else None
-            _add(table, "at risk", _risk_text(tier, tier.loses_at_most, peers is not None and peers.protected))
+            _add(table, "at risk", _risk_text(tier, tier.loses_at_most, view, peers is not None and peers.protected))
         if tier.bytes_per_second is not None:
             _add(table, "rate", f"{nbytes_text(tier.bytes_per_second)}/s")
         _add(table, "alarm", tier.alarm and f"the last one failed: {tier.alarm}", "red")
@@ -271,13 +271,18 @@ def _interval_text(tier: StorageStatus) -> str:
     return f"{every}; one is being written now" if tier.saving else every
 
 
-def _risk_text(tier: StorageStatus, steps: int, protected: bool) -> str:
-    """How many steps storage may be behind memory until the next write is done, what loses them, and the remedy."""
+def _risk_text(tier: StorageStatus, steps: int, view: View, protected: bool) -> str:
+    """How many steps storage is behind memory, and may be before the next write; what loses them, and the remedy."""
     when = "all nodes are lost at once" if protected else "this machine is lost"
     fewer = "a shorter interval (storage.every_steps), or storage.mode='log'"
     if tier.mode == "log":
         fewer = "smaller batches (storage.batch_steps)"
-    return f"until the next write at most {count(steps, 'step')} are in memory only, lost if {when}; fewer with {fewer}"
+    behind = view.steps_behind
+    parts = [] if behind is None else [f"{count(behind, 'step is', 'steps are')} in memory only"]
+    if steps > (behind or 0):
+        # A forecast by the interval, which a short training does not reach.
+        parts.append(f"before the next write at most {count(steps, 'step')} may be, if training lasts so long")
+    return f"{', '.join(parts)}; lost if {when}; fewer with {fewer}"
 
 
 # Other nodes' memory

@@ -124,8 +124,13 @@ def test_states_that_are_sent_in_place_of_records() -> None:
 def test_what_is_at_risk_is_said_with_its_remedy(mode: str, protected: bool | None, said: str) -> None:
     peers = None if protected is None else some_peers(protected=protected)
     tier = StorageStatus("/s", 8, 60.0, None, None, False, "", mode=mode, loses_at_most=268)
-    text = " ".join(text_of(a_view(an_agent(storage=tier, peers=peers), Stored("/s"))).replace("│", " ").split())
-    assert f"until the next write at most 268 steps are in memory only, lost if {said}" in text
+    agent, later = an_agent(storage=tier, peers=peers), "before the next write at most 268 steps may be"
+    assert agent.step is not None
+    for behind, now in ((3, "3 steps are in memory only, "), (1, "1 step is in memory only, ")):
+        text = " ".join(text_of(a_view(agent, Stored("/s", 1, agent.step - behind, 1.0))).replace("│", " ").split())
+        assert f"{now}{later}, if training lasts so long; lost if {said}" in text
+    late = " ".join(text_of(a_view(agent, Stored("/s", 1, agent.step - 300, 1.0))).replace("│", " ").split())
+    assert "300 steps are in memory only; lost if" in late
 
 
 def test_peers_that_protect() -> None:
