@@ -84,6 +84,9 @@ def no_agent(address: AgentAddress) -> str:
         for agent in address.leaving():
             if not agent.ends(within=0.0):
                 return f"{said}: pid {agent.pid} was told to end, and still writes to storage what it holds"
+    below = sorted(str(path.parent) for path in address.run_dir.glob("*/run.json"))[:5]
+    if below and not address.run_dir.joinpath("run.json").exists():
+        return f"{said}; there are runs below it: {', '.join(below)}"
     if (finish := find_finish(address.run_dir, address.node)) is not None and isinstance(finish.event, Finished):
         step = "" if finish.event.step is None else f" at step {finish.event.step}"
         said = f"{said}: training has finished{step}, {time_text(finish.envelope.time)}"

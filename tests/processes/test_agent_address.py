@@ -91,6 +91,15 @@ def test_nobody_answers_where_there_is_no_agent(lab: Lab) -> None:
     killed.wait()
 
 
+def test_where_no_agent_answers_the_runs_below_are_named(tmp_path: Path) -> None:
+    for name in ("one", "two", "no-run"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ("run.json" if "no" not in name else "notes.json")).write_text("{}")
+    said = no_agent(AgentAddress.of(tmp_path, "node"))
+    assert said.endswith(f"; there are runs below it: {tmp_path}/one, {tmp_path}/two")
+    assert "below" not in no_agent(AgentAddress.of(tmp_path / "one", "node"))
+
+
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"pid": 1', b"\xff"], ids=repr)
 def test_a_file_that_names_no_agent_hinders_nobody(address: AgentAddress, content: bytes) -> None:
     address.file_path.write_bytes(content)
