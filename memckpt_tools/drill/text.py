@@ -145,14 +145,12 @@ def overhead_text(overhead: Overhead, repeats: bool) -> Text:
         )
     elif repeats:
         changed = "; its losses and its state are the same, bit for bit"
-    lost = ""
-    if overhead.noise > abs(overhead.share):
-        lost = ". The noise hides it: drill more --steps, or where nothing else runs"
-    return Text.assemble(
-        label,
-        f"{100 * overhead.share:.1f}% ± {100 * overhead.noise:.1f}% of a step, which takes "
-        f"{1e3 * overhead.unprotected:.1f} ms without protection (MEMCKPT_DISABLE=1){changed}{lost}",
-    )
+    without = f"{1e3 * overhead.unprotected:.1f} ms without protection (MEMCKPT_DISABLE=1){changed}"
+    if overhead.share < 0 or overhead.noise > overhead.share:  # protection makes no step faster
+        runs = f"two protected runs differ by {100 * overhead.noise:.1f}% of a step, which takes {without}"
+        return Text.assemble(label, f"not measurable here: {runs}. Drill more --steps, or where nothing else runs")
+    share = f"{100 * overhead.share:.1f}% ± {100 * overhead.noise:.1f}%"
+    return Text.assemble(label, f"{share} of a step, which takes {without}")
 
 
 def stall_line(result: Result) -> str:
