@@ -13,6 +13,7 @@ node of the run may be lost. See docs/recipes/torchrun.md
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import select
 import signal
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import time
 
-GO, DONE = b"go\n", b"done\n"
+GO, DONE, OVER = b"go\n", b"done\n", b"no\n"
 #: A connection is dead after idle + interval x probes = 15 s of silence, the time that torchrun's rendezvous waits.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 2, socket.TCP_USER_TIMEOUT: 15_000}
 #: Seconds for torchrun to end its workers (30 s) and itself.
@@ -83,6 +84,13 @@ class Places:
                 others.remove(connection)
 
     def _give(self) -> None:
+        if not self._free and not self._placed:
+            for connection in self._waiting:
+                print("a node waits for a place, and the run has ended: serve the next one anew", flush=True)
+                with contextlib.suppress(OSError):  # it is gone, which is heard next
+                    connection.sendall(OVER)
+            self._done += self._waiting
+            self._waiting = []
         while self._free and self._waiting:
             connection = self._waiting.pop(0)
             try:
@@ -124,7 +132,12 @@ def take(args: argparse.Namespace) -> int:
     with ask(args.at) as connection:
         watch_over(connection)
         connection.settimeout(None)
-        if connection.recv(len(GO)) != GO:
+        said = connection.recv(len(GO))
+        if said == OVER:
+            over = f"the run of {args.at} has ended; for the next one start `places.py serve` anew"
+            print(f"places.py: {over}", file=sys.stderr, flush=True)
+            said = connection.recv(len(GO))
+        if said != GO:
             print("places.py: who gives the places is gone", file=sys.stderr)
             return 75  # EX_TEMPFAIL: a service manager restarts it
         command = subprocess.Popen(args.command)

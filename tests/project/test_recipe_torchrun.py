@@ -42,7 +42,7 @@ class Node:
         inside = "echo placed; read status; exit $status"
         self.process = subprocess.Popen(
             [sys.executable, PLACES, "take", "--at", at, "--", "sh", "-c", inside],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 
     @property
@@ -56,6 +56,11 @@ class Node:
 
     def waits(self) -> bool:
         return not select.select([self._output], [], [], 0)[0] and self.process.poll() is None
+
+    def told(self) -> str:
+        """The line on the error stream that comes next."""
+        assert self.process.stderr is not None
+        return self.process.stderr.readline() if select.select([self.process.stderr], [], [], _LIMIT_SECONDS)[0] else ""
 
     def ends(self, status: int) -> int:
         self.process.communicate(f"{status}\n", timeout=_LIMIT_SECONDS)
@@ -85,10 +90,11 @@ def test_a_spare_node_starts_when_a_node_is_gone_or_has_failed_and_not_when_one_
     spares.remove(second)
     assert second.is_placed()
     assert [first.ends(0), second.ends(0)] == [0, 0]
-    # Who asks now is answered behind these two ends: nobody has a place to give.
+    # Who asks now is answered behind these two ends: nobody has a place to give, and both are told.
     late = Node(places)
-    assert spares[0].waits()
     for node in (spares[0], late):
+        assert "has ended; for the next one start `places.py serve` anew" in node.told()
+        assert node.waits()
         node.die()
 
 
