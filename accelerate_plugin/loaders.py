@@ -2,7 +2,7 @@
 
 Accelerate's loaders take one round of batches from an ordinary DataLoader ahead of the user. So the DataLoader inside
 is grafted (`memckpt.capture.data`) and counts fetched batches, and the loader around it counts those given to the
-user. It keeps its identity; while it is followed its class is a subclass of its own.
+user. It keeps its identity; while it is followed its class is a subclass made for it.
 """
 
 from __future__ import annotations

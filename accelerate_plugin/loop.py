@@ -106,7 +106,7 @@ class LoopWatch:
     def check_epoch(self, has_stepped: bool) -> None:
         """Check the epoch that has ended. Raises UsageError if it protected nothing of what there was to protect.
 
-        `has_stepped`: whether the training has taken a step, in whatever attempt.
+        `has_stepped`: whether the training has taken a step, in any attempt.
         """
         commits, steps, empty = self._commits_in_epoch, self._steps_in_epoch, self._empty_in_epoch
         self._commits_in_epoch = self._steps_in_epoch = self._empty_in_epoch = 0

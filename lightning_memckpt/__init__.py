@@ -3,7 +3,7 @@
 trainer = Trainer(callbacks=[MemCheckpoint(run_dir)])
 trainer.fit(model)          # killed at any moment and started again, it continues at the exact step
 
-The callback is loaded on first use: Lightning imports this package for every Trainer of every script in an environment
+The callback is loaded on first use. Lightning imports this package for every Trainer of every script in an environment
 that has it, to ask it for callbacks (`entry_points`).
 """
 

@@ -28,7 +28,7 @@ def trainer_callbacks() -> list[Any]:
 
 
 def other_trainer_callbacks() -> list[Any]:
-    """Callbacks for a Trainer of `pytorch_lightning`, a package with classes of its own."""
+    """Callbacks for a Trainer of `pytorch_lightning`, a package with other classes."""
     if not _on():
         return []
     from lightning_memckpt.automatic_elsewhere import refusing_callback

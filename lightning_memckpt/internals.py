@@ -116,7 +116,7 @@ def saves_by_wall_clock(callback: ModelCheckpoint) -> bool:
 
 
 def is_tuners_own(callback: object) -> bool:
-    """Whether a Tuner has added it for a trial of its own, and not the user for all trainings."""
+    """Whether a Tuner has added it for its own trial, and not the user for all trainings."""
     return isinstance(callback, (LearningRateFinder, BatchSizeFinder)) and bool(getattr(callback, "_early_exit", False))
 
 

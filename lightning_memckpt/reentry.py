@@ -72,7 +72,7 @@ def _validation_owed(state: LoopState) -> LoopState:
     """Make a validation that is due look interrupted in its first batch.
 
     The epoch loop then returns at once from its next `advance` and runs the whole validation in `on_advance_end`,
-    followed by the usual: plateau schedulers, the epoch's end, the step counter of the loggers.
+    followed by the usual. That is plateau schedulers, the epoch's end, the step counter of the loggers.
     """
     progress = state[_VALIDATION_BATCHES]
     done = progress["total"]["completed"]

@@ -1,7 +1,7 @@
 """Structured configs made from the dataclasses of `memckpt.config`, so that there is one definition.
 
 OmegaConf does not support `Literal`; an Enum with the same names replaces it, and its error lists them. Nor does it
-support a field with one of several dataclasses. A part that is off by default becomes a group of its own with an option
+support a field with one of several dataclasses. A part that is off by default becomes another group with an option
 for each of its dataclasses (``memckpt/peers=erasure``), and the node names its class under ``kind``.
 """
 

@@ -59,7 +59,7 @@ class End:
 
     @property
     def by_itself(self) -> bool:
-        """Whether it ended with an error of its own, and not from outside (SIGKILL)."""
+        """Whether it ended with its own error, and not from outside (SIGKILL)."""
         return self.code > 0 or -self.code in _OWN_FAULTS
 
     def __str__(self) -> str:

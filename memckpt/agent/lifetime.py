@@ -68,7 +68,7 @@ class Lifetime:
         self._save(as_checkpoint=finishing)
 
     def stop_when_saved(self, reason: str) -> None:
-        """End once what no trainer will commit again is in storage, whatever time that takes."""
+        """End once what no trainer will commit again is in storage, however long that takes."""
         if not self.finishing:  # then it ends so by itself
             self._patient = True
             self.end_when_saved(reason)

@@ -312,7 +312,7 @@ class Exporter:
             self._written[path] = found.st_ino, found.st_mtime_ns
 
     def _remove_files(self) -> None:
-        """Remove what nobody else has written since: an agent that takes over has the same files."""
+        """Remove what no other process has written since: an agent that takes over has the same files."""
         for path, written in self._written.items():
             with contextlib.suppress(OSError):
                 found = path.stat()
@@ -326,7 +326,7 @@ class Exporter:
 
 
 class Metrics:
-    """Shows the agent's metrics. Owns an exporter. `fixed`: where, whatever trainers say; None: where they say."""
+    """Shows the agent's metrics. Owns an exporter. `fixed`: where, against what trainers say; None: where they say."""
 
     def __init__(
         self, address: AgentAddress, fixed: MetricsSettings | None, post: Post, take: Callable[[], list[Measured]]

@@ -49,7 +49,7 @@ class Agent:
     """Serves one run on one node until it is told to leave.
 
     `by_operator`: it was started beside the job: it waits for the first trainer, and keeps its own `linger_seconds`.
-    `stopping` is called right before it stops to answer. `metrics`: where they are shown, whatever trainers say.
+    `stopping` is called right before it stops to answer. `metrics`: where they are shown, against what trainers say.
     """
 
     def __init__(

@@ -66,8 +66,8 @@ def export(
 ) -> None:
     """Write a step in a format that other tools read: from storage, or from the memory of a run that is training.
 
-    Exit status 4 if there is no such step, 5 if the store belongs to another run, 8 if the step is damaged, 6 if there
-    is no room for it, 11 if no agent answers.
+    Exit status 4 if there is no such step, 5 if the store belongs to another run, 8 if the step is damaged. It is
+    6 if there is no room for it, 11 if no agent answers.
     """
     from memckpt.storage.export import formats
 

@@ -127,7 +127,7 @@ def verify(run: Run, url: Url = None, repair: Repair = False, adopt: Adopt = Fal
 
     With --repair damaged checkpoints are moved into a directory of the store; nothing is deleted. Unreadable files are
     left alone, as they may be good. Exit status 8 if something is damaged and --repair is not given, 10 if a file
-    cannot be read, 4 if there is nothing, 5 with --repair if the store belongs to another run.
+    cannot be read. It is 4 if there is nothing, 5 with --repair if the store belongs to another run.
     """
     store = store_of(run, url)
     catalog = catalog_of(store, run)

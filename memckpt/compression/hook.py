@@ -47,7 +47,7 @@ def state(config: CompressionConfig, params: Iterable[torch.Tensor], group: dist
     `params`: all parameters whose gradients may be averaged, in an order that is the same on all ranks. `group`: the
     ranks that average; None: all of the job.
 
-    Raises ConfigurationError if there is no compressor for these settings, or `params` are no parameters;
+    Raises ConfigurationError if there is no compressor for these settings, or `params` are no parameters.
     UnsupportedError if one has a dtype that it cannot take; UsageError without a process group with this rank.
     """
     kind, found = _kind_of(config), _parameters_of(params)

@@ -131,7 +131,7 @@ def behind(
 ) -> torch.futures.Future[Averaged]:
     """Fill a bucket's buffer once all collectives, at least one, are done; what one has raised is the result's.
 
-    If their tensors are on an accelerator, the action runs on a stream of its own, which waits for them. A future of
+    If their tensors are on an accelerator, the action runs on another stream, which waits for them. A future of
     torch's that collects others knows no device, and would have the caller's stream wait.
     """
     first, *others = futures

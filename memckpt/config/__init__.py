@@ -90,7 +90,7 @@ class StorageConfig(Checked):
         min_seconds: minimum interval of checkpoints in seconds, if `every_steps` is None.
         overhead: the share of training time that taking and writing checkpoints may cost, if `every_steps` is None.
         batch_steps: records in a batch of the log; None: as few as leave a second between batches and the writer idle
-            for 95% of the time, at most as many as make 64 MiB, and 64. A batch is written after 10 s at the latest.
+            for 95% of the time. At most 64 records, or 64 MiB. A batch is written after 10 s at the latest.
         keep_last: number of checkpoints to keep; older ones are deleted once a newer one has been verified.
         keep_every_steps: checkpoints at multiples of this step are kept for good; None: none are.
         owner: id of the run that owns the store; another owner's store is refused. None: the id is made once, and kept
@@ -128,7 +128,7 @@ class ErasureConfig(Checked):
             training does not wait for it. None: the smallest N that the links carry, measured at the start, and chosen
             anew when a generation begins.
         ack: ``"wait"`` lets training wait for peers that are slower than it, so that the tolerated number of nodes can
-            be lost at any time; ``"proceed"`` lets it go on, and reports the records that only the node's own memory
+            be lost at any time. ``"proceed"`` lets it go on, and reports the records that only the node's own memory
             held.
         security: ``"curve"`` encrypts and authenticates with new keys for each attempt; ``"plain"`` does neither.
         host: address or interface on which this node listens; None: the one that routes to the job's master.
@@ -186,8 +186,8 @@ class LossyConfig(CompressionConfig):
         error_feedback: adds what compression left out of a gradient to the next one (Karimireddy et al., 2019).
             Without it, training converges worse.
         residual: what becomes of left-out parts at a resume. ``"keep"`` makes them a part of each record, 4 bytes per
-            parameter and rank, so that a resume is exact; ``"drop"`` sets them to zero, and the report of the resume
-            says that it is not exact; ``"auto"`` keeps them unless records go to peers or to a log in storage.
+            parameter and rank, so that a resume is exact. ``"drop"`` sets them to zero, and the report of the resume
+            says that it is not exact. ``"auto"`` keeps them unless records go to peers or to a log in storage.
     """
 
     min_elements: Count = 1024
@@ -278,10 +278,10 @@ class MemckptConfig(Checked):
     """How a run is protected.
 
     Args:
-        redo: ``"eager"`` applies each record to a replica at once (least memory, part of a core);
-            ``"lazy"`` keeps the last records and applies them at restore (no work besides the copies);
+        redo: ``"eager"`` applies each record to a replica at once (least memory, part of a core).
+            ``"lazy"`` keeps the last records and applies them at restore (no work besides the copies).
             ``"snapshot"`` copies the whole state every `snapshot_every_steps` steps without redo, for optimizers whose
-            steps cannot be redone; ``"auto"`` chooses and reports why.
+            steps cannot be redone. ``"auto"`` chooses and reports why.
         tap: ``"auto"`` copies gradients as backward produces them, compares them with those that the optimizer used,
             and changes to ``"step"`` if they differ; ``"step"`` copies them at the optimizer's step.
         anchor_period_steps: T, in steps; None: the default of the redo mode.
@@ -292,8 +292,8 @@ class MemckptConfig(Checked):
         storage: checkpoints beyond this node's memory; None: none are written or read.
         resume_check: how a resume proves itself, beyond the sample of the state that each restore compares.
             ``"witness"`` compares the first gradients with those that the dead attempt left of the same step, at no
-            cost; ``"replay"`` repeats the last step and compares the whole state bit for bit; ``"auto"`` repeats it
-            until that was equal once with this script, these versions and settings; ``"require"`` always, and ends
+            cost. ``"replay"`` repeats the last step and compares the whole state bit for bit. ``"auto"`` repeats it
+            until that was equal once with this script, these versions and settings. ``"require"`` always, and ends
             training if they differ; ``"off"`` compares the sample only.
         compression: how DistributedDataParallel averages gradients: in compressed form by TopK, RandomK, Quantized8,
             PowerSGD or HalfPrecision, whose results are the records; None: as they are.
@@ -306,7 +306,7 @@ class MemckptConfig(Checked):
             until failures of the run show another.
         accept_changes: lets one attempt go on although ``"require"`` finds a difference, after a deliberate change.
         slices: whether nodes that hold the same state (DistributedDataParallel) protect one slice of it each, in place
-            of all of it: memory and copies are divided by the number of nodes, and a lost node's slice comes from peers
+            of all of it. Memory and copies are divided by the number of nodes, and a lost node's slice comes from peers
             or storage. ``"auto"``: with peers, and three nodes or more. It takes optimizers of torch that are
             element-wise.
         override: names of hyperparameters of parameter groups, such as ``("lr",)``, which a resume takes from the

@@ -3,7 +3,7 @@
     MEMCKPT_RUN_DIR                --run-dir                   the run directory
     MEMCKPT_RESUME                 --resume                    auto, require, exact, never, or a step number
     MEMCKPT_AUTO=1                                             Lightning finds the callback by itself
-    MEMCKPT_DISABLE=1                                          no protection, whatever the script says
+    MEMCKPT_DISABLE=1                                          no protection, although the script asks for it
     MEMCKPT_REDO=lazy              --memckpt-redo lazy         a field of MemckptConfig
     MEMCKPT_PEERS_DATA=4           --memckpt-peers-data 4      a field of one of its parts
     MEMCKPT_PEERS=none             --memckpt-peers off         a part that is switched off
@@ -170,7 +170,7 @@ def _nested(given: Mapping[Setting, Any]) -> dict[str, Any]:
 
 
 def _argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A converter for argparse, which shows the message of its own error class with the option's name."""
+    """A converter for argparse, which shows the message of our own error class with the option's name."""
 
     def convert(text: str) -> Any:
         try:

@@ -361,7 +361,7 @@ class EagerGeneration(Generation):
     def _let_redo_go_on(self) -> None:
         """Redo what every rank everywhere has committed.
 
-        With several ranks that is known of record t only when one of ours has committed t + 1: it could do so only
+        With several ranks that is known of record t only when one of ours has committed t + 1. It could do so only
         with gradients that needed every rank's commit of t.
         """
         if len(self.ledger.committed) < len(self.spec.local_ranks):
@@ -484,7 +484,7 @@ def _passes(check: Callable[[int, Sequence[int]], None], record: int, ranks: Seq
 
 
 def branch_off(history: tuple[Branch, ...], record: int, timeline: Timeline) -> tuple[Branch, ...]:
-    """History of an attempt that goes on from `record` on a timeline of its own."""
+    """History of an attempt that goes on from `record` on its own timeline."""
     left = [Branch(one.timeline, record if one.left_at is None else min(one.left_at, record)) for one in history]
     return (*left, Branch(timeline, None))
 

@@ -1,7 +1,7 @@
 """Pages of shared memory that tell what a process does: the phase of each rank's step, and whether a loop turns.
 
-*Phases*: each rank writes to a ring of its own latest marks. An entry carries its number and a check word over its
-content. So a reader takes complete entries only, whatever order the processor makes the stores visible in, and the
+*Phases*: each rank writes its latest marks to its own ring. An entry carries its number and a check word over its
+content. So a reader takes complete entries only, in whichever order the processor makes the stores visible, and the
 number tells it that it has been overtaken.
 
 *Life*: a counter that a process's loop moves, and the kernel's account of the process. One that is stopped or

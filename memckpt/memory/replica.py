@@ -281,7 +281,7 @@ class Replica:
             self._keep_in_replica(redo_target)
 
     def _keep_in_replica(self, redo_target: RedoTarget) -> None:
-        """Optimizers make state tensors of their own at the first step, some at every step: bring them home."""
+        """Optimizers make their state tensors at the first step, some at every step: bring them home."""
         for owner in self._layout.spec.params[redo_target.param].owners:
             state = redo_target.states.get(owner.optimizer, {})
             for spec in owner.state:

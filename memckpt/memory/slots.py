@@ -2,8 +2,8 @@
 
 A slot's header has one stamp per local rank. A rank invalidates its stamp before its first write of any kind, anchors
 included, and sets it to the record's number when its part is complete; readers check all stamps. By-value tensors have
-fewer slots of their own, with the same kind of stamps. Tensors held once for all local ranks are valid only if the
-ranks' digests of them, behind the stamps, are equal.
+other, fewer slots, with the same kind of stamps. Tensors held once for all local ranks are valid only if the ranks'
+digests of them, behind the stamps, are equal.
 
 Landings mark the gradients that are complete in a slot, for readers of a dead trainer's slot. Each local rank has an
 area behind the slot's tensors: a head that names the record, its generation and the tap, and one word per parameter. A

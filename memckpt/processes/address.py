@@ -428,7 +428,7 @@ def listen_at(address: str) -> socket.socket:
 
 
 def agent_sockets() -> list[str]:
-    """Names of the sockets at which agents listen in this network namespace, whatever run directory they serve."""
+    """Names of the sockets at which agents listen in this network namespace, of all run directories."""
     pattern = re.compile(rf"@({_SOCKET}[0-9a-f]{{32}})$", re.MULTILINE)
     return sorted(set(pattern.findall(Path("/proc/net/unix").read_text())))
 

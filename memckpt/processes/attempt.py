@@ -1,6 +1,6 @@
 """Attempts and their fencing: making sure that what an earlier attempt left behind can write no more.
 
-An orphan's mapping stays writable whatever happens to its socket, so each process has to be dead.
+An orphan's mapping stays writable when its socket is closed, so each process has to be dead.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Stopped(NamedTuple):
 def stop_at(sock: socket.socket, save: bool, timeout: float = 10.0) -> Stopped:
     """Make the agent at the other end leave, which drops what it holds; closes the socket.
 
-    With `save` what storage lacks is written there first, whatever time that takes. If that fails the agent stays, and
+    With `save` what storage lacks is written there first, however long that takes. If that fails the agent stays, and
     tries again. Raises AgentError: it does not end, or does not answer for `timeout` seconds.
     """
     pid = peer(sock)[0]

@@ -1,4 +1,4 @@
-"""A log that never blocks, whatever its disk does: lines wait in a bounded queue for a thread that writes them."""
+"""A log that never blocks, even if its disk does: lines wait in a bounded queue for a thread that writes them."""
 
 from __future__ import annotations
 

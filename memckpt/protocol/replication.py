@@ -12,7 +12,7 @@ from memckpt.state.spec import StateSpec
 
 
 class PeerKeys(msgspec.Struct, frozen=True, array_like=True):
-    """CURVE keys of one attempt, in printable form. Every agent of the job has all four, and nobody else."""
+    """CURVE keys of one attempt, in printable form. Every agent of the job has all four, and no other process."""
 
     server_public: str
     server_secret: str
@@ -333,7 +333,7 @@ class Deserted(msgspec.Struct, frozen=True, tag="deserted"):
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """To the replicator: leave the attempt once peers have what is on its way, and send nothing else. Answer: Drained.
 
-    `finished`: training is over here, and nobody is to wait for this node. Else another replicator takes its place.
+    `finished`: training is over here, and no node is to wait for this one. Else another replicator takes its place.
     """
 
     finished: bool = True

@@ -399,7 +399,7 @@ def _offsets(shard: Shard | None, dimensions: int) -> tuple[int, ...]:
 
 
 def as_checkpoint(store: Store, point: StoredPoint, into: Store) -> Checkpoint:
-    """Write a state that needs redo as a checkpoint of its own: rank 0's, with whole tensors."""
+    """Write a state that needs redo as another checkpoint: rank 0's, with whole tensors."""
     part = point.checkpoint.part_serving(0)
     whole = join_states(point.checkpoint, lambda one: decode_node_state(store.read(one.state_path)))
     spec = unsharded(whole.spec)

@@ -352,7 +352,7 @@ class RestoreTarget:
         return torch.empty(spec.shape, dtype=dtype, device="cpu" if spec.on_cpu else param.device)
 
     def bring_home(self, redo_target: RedoTarget) -> None:
-        """Move the results of redo that are in tensors of its own into the live optimizer's state."""
+        """Move the results of redo that are in its own tensors into the live optimizer's state."""
         param = self.params[redo_target.param]
         whole = redo_target.stop - redo_target.start == local(param).numel()
         specs = {(o.optimizer, s.key): s for o in self.layout.spec.params[redo_target.param].owners for s in o.state}

@@ -79,7 +79,7 @@ class AgentConnection:
         applied: newest record that the replica has applied.
         watermark: newest record that peers have acknowledged for every node.
         whole: whether all nodes are protected by peers.
-        waits_suspended: whether nobody is to wait for peers, just now.
+        waits_suspended: whether waits for peers are suspended.
     """
 
     def __init__(self, channel: TrainerChannel, config: AgentConfig, started: bool = False) -> None:

@@ -54,7 +54,7 @@ def attach(
         optimizers: one, or several; also what ``fabric.setup`` returned.
         run_dir: names the run; attempts with the same directory continue each other. Once a training of this process
             has finished, the next one has the folder ``training-2`` in it. None: MEMCKPT_RUN_DIR.
-        resume: ``"auto"`` resumes if something is held, ``"require"`` raises if nothing is, ``"exact"`` raises if what
+        resume: ``"auto"`` resumes if something is held, ``"require"`` raises if nothing is. ``"exact"`` raises if what
             is held cannot be resumed exactly, ``"never"`` drops what is held, a number resumes at that step. None:
             MEMCKPT_RESUME, or ``"auto"``.
         config: settings, also as the mapping that a file holds. None: what MEMCKPT_* variables say, else the defaults.

@@ -8,9 +8,9 @@ States (:class:`SwitchState`):
 - OPEN: the log goes on. Records are committed to the current generation.
 - DUE: a generation begins after the record `after`. Records up to it are committed as far as they can be staged.
 
-DUE follows where there is no held generation to go on with, where a held one has other settings, and with peers; where
-a record cannot be committed as it is staged; where the mode changes, by a self-test or a finding of the audit; at the
-agent's order, and with another agent. OPEN follows where the whole state is written, or a held state is back. EMPTY
+DUE follows where there is no held generation to go on with, where a held one has other settings, and with peers. Also
+where a record cannot be committed as it is staged; where the mode changes, by a self-test or a finding of the audit; at
+the agent's order, and with another agent. OPEN follows where the whole state is written, or a held state is back. EMPTY
 follows where the agent gives no slots, or ranks that share slots wait for its order.
 
 The loss of the agent turns OPEN into EMPTY: :class:`memckpt.session.protection.Protection` closes the generation.

@@ -321,7 +321,7 @@ class PeerRecovery:
             adopt: whether nodes fetch states of ranks that they do not have, to write them to a store.
 
         Raises:
-            AgentError: a node cannot fetch or serve, twice in a row, for a reason of its own; its sources stay.
+            AgentError: a node cannot fetch or serve, twice in a row, for its own reason; its sources stay.
             PeerError: nodes did not answer in time, and nothing can be resumed without them. Nothing is dropped.
         """
         layout = Layout(spec)

@@ -296,7 +296,7 @@ class PreemptionNotice:
             os.kill(os.getpid(), number)
 
     def remove(self) -> None:
-        """Give the signal back, unless somebody has put a handler on top of ours."""
+        """Give the signal back, unless another handler lies on top of ours."""
         if self._installed and threading.current_thread() is threading.main_thread():
             if signal.getsignal(signal.SIGTERM) == self._received:
                 signal.signal(signal.SIGTERM, self._previous)

@@ -721,7 +721,8 @@ class Session:
     def metrics(self) -> dict[str, float]:
         """Figures for loggers, always the same ones: `docs/observability.md` describes them.
 
-        They are what this process knows, without asking anybody. `stall_ms` is that since the last call.
+        They are what this process knows, without asking anybody. `stall_ms` is that since the last call. Behind
+        :meth:`close` they are the last ones.
         """
         if self._last_metrics is not None:
             return dict(self._last_metrics)
@@ -767,7 +768,7 @@ class Session:
         """End the session. Without `finished` the agent keeps the held state.
 
         With `finished` the agent writes the final step to storage, if storage is configured, and ends. This waits for
-        it, up to the storage timeout. A next session of this process is then another training, with a place of its own.
+        it, up to the storage timeout. A next session of this process is then another training, with its own place.
 
         Args:
             finished: whether training has finished, and will not be resumed.

@@ -253,7 +253,7 @@ class FailureRate:
     """Estimate of a job's rate of failures from those that it has had; older ones are discounted, the last eight count.
 
     The mean of a Gamma distribution. Before the first failure it is the expected rate, which weighs as much as one
-    failure where the user has given the MTBF, and a tenth of one where it is a guess (one a day).
+    failure where the user has given the MTBF. It weighs a tenth of one where it is a guess (one a day).
     """
 
     mtbf_seconds: float | None = None

@@ -325,7 +325,7 @@ def _why_no_bytes(torch: Any, tensor: Any) -> str:
 
 
 def _fills(shape: list[int], stride: list[int]) -> bool:
-    """Whether these strides put a tensor's elements behind each other, in whatever order."""
+    """Whether these strides put a tensor's elements behind each other, in any order."""
     last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     return last == prod(shape) - 1 and min(stride) > 0
 

@@ -7,7 +7,7 @@ A slot holds one record::
 
     header | gradient arena | anchors due | landings of each local rank
 
-By-value tensors lie behind all slots, in a ring of their own, since a restore needs those of the newest few records
+By-value tensors lie behind all slots, in another ring, since a restore needs those of the newest few records
 only. One slot of that ring belongs to one record::
 
     header | digests of each local rank | shared by-value tensors | other by-value tensors of each local rank

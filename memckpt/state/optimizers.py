@@ -198,7 +198,7 @@ def describe_state(
 
     Existing state is read; otherwise a dry run of one step on a stand-in finds it, and is kept in `dry_runs`, a dict
     for one optimizer. RNG streams, parameter and optimizer stay unchanged. `captured`: the state is never redone. Then
-    every tensor shaped like the parameter counts as element-wise, state without room in a slot is left out, and a
+    every tensor shaped like the parameter counts as element-wise, and state without room in a slot is left out. A
     stand-in that cannot be stepped yields an empty description; otherwise it raises UnsupportedError.
     """
     elementwise = is_elementwise(optimizer)

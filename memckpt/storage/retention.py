@@ -27,9 +27,9 @@ def superseded(
 ) -> list[Checkpoint]:
     """The checkpoints that retention deletes, of all (newest first; the newest complete one has been verified).
 
-    It keeps the last `keep_last` complete ones; those at multiples of `keep_every_steps`; incomplete ones newer than
-    the newest complete one, whose other parts may still be written; the one of `called_for`, a part that has just been
-    committed; and those with a key in `unsure`, which do not count as any of the former.
+    It keeps the last `keep_last` complete ones, and those at multiples of `keep_every_steps`. It keeps incomplete ones
+    newer than the newest complete one, whose other parts may still be written. It keeps the one of `called_for`, a part
+    that has just been committed, and those with a key in `unsure`, which do not count as any of the former.
     """
     kept = 0
     gone = []
@@ -52,8 +52,8 @@ def leftovers(catalog: Catalog, node: str, abandoned: Sequence[Part]) -> list[st
     """Uncommitted files of dead writers, which may be deleted.
 
     These are: files of `abandoned` parts, whose writer is known to be dead, with merged metadata if no other node can
-    have been writing it; files of `node`, whose writer asks and is not writing, of checkpoints older than the newest
-    complete one; and any node's files of earlier attempts. Others may still be written: an agent that was told to leave
+    have been writing it. Files of `node`, whose writer asks and is not writing, of checkpoints older than the newest
+    complete one. And any node's files of earlier attempts. Others may still be written: an agent that was told to leave
     saves while its successor is already running.
     """
     newest = next(iter(catalog.complete), None)

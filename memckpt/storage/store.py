@@ -199,7 +199,7 @@ def partial_name(path: str) -> str:
 def is_of_storage(error: Exception) -> bool:
     """Whether an error comes from storage, and not from its caller.
 
-    The libraries below fsspec raise errors of their own (missing credentials, unknown host) that are no OSError: any
+    The libraries below fsspec raise their own errors (missing credentials, unknown host) that are no OSError: any
     class outside the standard library counts as one of these.
     """
     package = type(error).__module__.partition(".")[0]

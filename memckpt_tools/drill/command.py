@@ -117,15 +117,15 @@ def drill(
 ) -> None:
     """Train twice undisturbed, then with kills, and say whether these have left a trace.
 
-    The script is run as it is, three times and more, each time in a copy of the working directory, with a run directory
-    of its own. What it writes below the working directory stays apart from your files; what it writes elsewhere, it
+    The script is run as it is, three times and more, each time in a copy of the working directory, with its own run
+    directory. What it writes below the working directory stays apart from your files; what it writes elsewhere, it
     writes again. Large files are linked, and named if they change.
 
     Most resumes repeat their last step as a proof. --stock judges any training's own checkpoints instead: exact,
     diverged, or cannot start, and how many steps are lost.
 
     Exit status: 0 if the killed run is equal to an undisturbed one bit for bit, or, where two undisturbed ones differ,
-    no further from them than they are from each other; 1 if it is not; 15 if the drill could not be carried out.
+    no further from them than they are from each other. It is 1 if it is not; 15 if the drill could not be carried out.
     """
     from memckpt_tools.drill.summary import junit_xml, print_beside
     from memckpt_tools.drill.workplace import Workplace

@@ -1,8 +1,8 @@
 """What watches a session while it is drilled: it writes a line with digests of the whole state behind each commit.
 
-Part of the lines are plain values of the user's objects, which a resume puts back only if they are part of some state:
-attributes of modules and of objects whose classes are the user's own (callbacks, datasets), and variables of the user's
-functions that are running, and of the script. The user's own is what is neither installed nor Python's.
+Part of the lines are plain values of the user's objects, which a resume puts back only if they are part of some state.
+That is attributes of modules and of objects whose classes are the user's own (callbacks, datasets), and variables of
+the user's functions that are running, and of the script. The user's own is what is neither installed nor Python's.
 """
 
 from __future__ import annotations

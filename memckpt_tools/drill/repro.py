@@ -259,7 +259,7 @@ def scripts(result: Result, starts: tuple[Sequence[str], Sequence[str]], plan: P
     """Text of a script for each failure that one can show, by its name; `starts`: the commands, as argument lists.
 
     A training that does not repeat itself fails beyond a doubt where it does not start again, and there only. What goes
-    on from a failure is none of its own.
+    on from a failure is not another one.
     """
     found: dict[str, str] = {}
     title = f"`memckpt drill --stock`, seed {plan.seed}, "

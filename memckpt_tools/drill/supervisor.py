@@ -425,7 +425,7 @@ def _process(pid: int, ticks: int) -> Iterator[ProcessHandle | None]:
 
 
 def end_processes(job: Job, history: RunHistory) -> None:
-    """Kill the commands with their groups, and every trainer: launchers may give them groups of their own."""
+    """Kill the commands with their groups, and every trainer: launchers may give them other groups."""
     history.poll()
     with contextlib.ExitStack() as stack:
         handles = []

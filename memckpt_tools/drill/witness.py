@@ -1,4 +1,4 @@
-"""What watches a training by its optimizers alone, whatever saves it: a line with digests behind each of their steps.
+"""What watches a training by its optimizers alone: a line with digests behind each of their steps.
 
 It comes into the command's processes as ``sitecustomize``, waits until they import torch's optimizers, and changes no
 tensor and no generator. Steps and records are counted from 1 in each process.

@@ -131,8 +131,8 @@ def node_memory(
 ) -> NodeMemory:
     """Memory of a node, by who needs it.
 
-    Source: docs/configuration.md, "Memory" (a new base takes s more, with ranks on other nodes base and log twice), and
-    docs/operations.md, "What it takes" (windows twice while a new generation is written).
+    Source: docs/configuration.md, "Memory" (a new base takes s more, with ranks on other nodes base and log twice).
+    Also docs/operations.md, "What it takes" (windows twice while a new generation is written).
 
     `private`: whether enough nodes hold the same state, so that only the ranks' own bytes are sent. `stores`: whether
     checkpoints go to storage. `residual_bytes`: what compression leaves out of gradients, on all ranks of the node.

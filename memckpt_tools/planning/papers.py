@@ -30,9 +30,9 @@ RATIO, _ELEMENT_BYTES = 0.01, 8
 def gemini(job: Job, copies: int = 2) -> Planned:
     """Plan Gemini: each node's state in the memory of `copies` nodes, itself included; groups of so many nodes.
 
-    Sources: the authors' summary of Wang et al., SOSP 2023 ("Optimal checkpoint placement": groups of M; "Interleaved
+    Sources: the authors' summary of Wang et al., SOSP 2023. "Optimal checkpoint placement": groups of M. "Interleaved
     communication": sends in idle spans of the network; what a node receives passes an accelerator, and is copied from
-    there as its own state is). Two generations are held, as in lm-resiliency's slots, by the same author.
+    there as its own state is. Two generations are held, as in lm-resiliency's slots, by the same author.
     """
     state = node_state_bytes(job)
     copied = copies * state / job.copy_bytes_per_second
@@ -53,8 +53,8 @@ def gemini(job: Job, copies: int = 2) -> Planned:
 def eccheck(job: Job, data: int = 2, parity: int = 2) -> Planned:
     """Plan ECCheck: states of groups of k + m nodes as k data and m parity chunks, one on each node.
 
-    Sources: section III-A (training waits for the copy to the host; the rest is asynchronous), III-B (a chunk is
-    (k + m)/k of a node's state; any m nodes of a group may be lost; a recovery that decodes has the steps of encoding),
+    Sources: section III-A (training waits for the copy to the host; the rest is asynchronous). III-B (a chunk is
+    (k + m)/k of a node's state; any m nodes of a group may be lost; a recovery that decodes has the steps of encoding).
     IV-B and V-F (m x s x W bytes on the wire for W workers of s bytes: m states for each node), IV-B.3 (idle spans).
     """
     state = node_state_bytes(job)
@@ -97,7 +97,7 @@ def _in_memory(
 ) -> Planned:
     """Plan states in memory of several nodes, as often as links and the budget of overhead allow; storage behind them.
 
-    `waits`: seconds that training waits for each state; `copied`, `sent`: seconds of copies and bytes sent for it;
+    `waits`: seconds that training waits for each state; `copied`, `sent`: seconds of copies and bytes sent for it.
     `fetch`, `hand_out`: seconds until a node has its state, with lost nodes and without.
     """
     free = job.step_seconds * job.network_idle_share
@@ -134,10 +134,10 @@ def _in_memory(
 def reft(job: Job) -> Planned:
     """Plan REFT: replicas snapshot a slice each, with parity over their nodes (RAIM5); one node of a group may be lost.
 
-    Sources: section 4.1 (each of R nodes copies 1/R), 4.2 (a failure makes the snapshot processes write a checkpoint,
-    from which training begins), 4.3 (parity doubles what is copied, and is made without traffic), 6.2 "Memory usage"
+    Sources: section 4.1 (each of R nodes copies 1/R). 4.2 (a failure makes the snapshot processes write a checkpoint,
+    from which training begins). 4.3 (parity doubles what is copied, and is made without traffic), 6.2 "Memory usage"
     (at most three times the slice). Intervals by appendix A, equations 5, 9 and 11: sqrt(2 x wait / rate), of all
-    failures for snapshots, and of those that memory does not survive (equation 7) for checkpoints.
+    failures for snapshots. For checkpoints of those that memory does not survive (equation 7).
     """
     nodes = job.replicas
     piece = node_state_bytes(job) / nodes
@@ -173,10 +173,11 @@ def reft(job: Job) -> Planned:
 def lowdiff(job: Job) -> Planned:
     """Plan LowDiff: the compressed gradients of each step in storage, in batches, and full checkpoints behind them.
 
-    Sources: section IV-A (what all ranks have sent is written), IV-B (a batch is one sum, applied at once), IV-C,
-    equation 3: a failure costs half a batch, loading a full checkpoint, and merging half of the batches since; writing
-    one takes training S/W, 1/f apart. Equation 5 has the best: f = (R_D W^2 / (4 S^2 M^2))^(1/3), b = (2 S R_D M /
-    W)^(1/3), with M the time between failures and R_D that of a merge: here reading one gradient, and redoing one step.
+    Sources: section IV-A (what all ranks have sent is written), IV-B (a batch is one sum, applied at once). Section
+    IV-C, equation 3: a failure costs half a batch, loading a full checkpoint, and merging half of the batches since;
+    writing one takes training S/W, 1/f apart. Equation 5 has the best: f = (R_D W^2 / (4 S^2 M^2))^(1/3), b = (2 S R_D
+    M / W)^(1/3). M is the time between failures and R_D that of a merge: here reading one gradient, and redoing one
+    step.
     """
     disk = job.disk_bytes_per_second
     ranks = job.nodes * max(1, job.gpus_per_node)
@@ -216,7 +217,7 @@ def lowdiff(job: Job) -> Planned:
 def lowdiff_plus(job: Job) -> Planned:
     """Plan LowDiff+: uncompressed gradients, layer by layer, to a replica that CPUs advance; persisted meanwhile.
 
-    Sources: section V-A (gradients are copied beside the backward), V-C (the replica holds each step; failures of
+    Sources: section V-A (gradients are copied beside the backward). V-C (the replica holds each step; failures of
     processes are served by it, those of nodes by storage, which is written as often as that takes). Gradients wait for
     a replica that is slower than training; the paper finds that none is.
     """
@@ -246,7 +247,7 @@ def lowdiff_plus(job: Job) -> Planned:
 def checkfreq(job: Job) -> Planned:
     """Plan CheckFreq: snapshots beside compute, persisted meanwhile, as often as both allow.
 
-    Sources: Mohan et al., FAST 2021, and ``cf_iterator.py`` of its code: the interval is what persisting takes, in
+    Sources: Mohan et al., FAST 2021, and ``cf_iterator.py`` of its code. The interval is what persisting takes, in
     steps, and grows while the measured overhead is above a limit (3.5% there). The job's budget is that limit here.
     """
     state = node_state_bytes(job)

@@ -132,7 +132,7 @@ def expect(
 def _lost_seconds(tier: Tier, failures_per_second: float, step_seconds: float) -> float:
     """Training time that a failure takes back to a tier's newest state, in seconds, on average.
 
-    Exact for exponential failures that all go back to that tier, as in Daly (2006), section 3: since the last one,
+    Exact for exponential failures that all go back to that tier, as in Daly (2006), section 3. Since the last one,
     states at multiples of an interval t are kept, each of them a lag a later, so that
     1/rate - t e^(-a rate)/(e^(t rate) - 1) is lost. For rare failures this is t/2 + a, as in the ETTR post.
     """
@@ -185,7 +185,7 @@ class Planned:
     def survives_two(self) -> float | None:
         """Probability that memory holds the state when any two nodes are lost at once; None as above.
 
-        Sources: the summary of Gemini, "Optimal checkpoint placement": groups of M nodes; ECCheck, equations 1 and 2:
+        Sources: the summary of Gemini, "Optimal checkpoint placement": groups of M nodes. ECCheck, equations 1 and 2:
         of the six pairs of four nodes, pairs of copies survive four, and a code with m = 2 all.
         """
         nodes = self.job.nodes

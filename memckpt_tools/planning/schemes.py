@@ -97,8 +97,8 @@ def young_interval(write_seconds: float, mttf_seconds: float) -> float:
 def daly_interval(write_seconds: float, mttf_seconds: float) -> float:
     """Daly's optimal computing time between two checkpoints, without the write, in seconds.
 
-    Source: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22, 2006,
-    equation 37: with x = sqrt(write / (2 MTTF)), sqrt(2 write MTTF) (1 + x/3 + x^2/9) - write where the write takes
+    Source: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22, 2006.
+    Equation 37: with x = sqrt(write / (2 MTTF)), sqrt(2 write MTTF) (1 + x/3 + x^2/9) - write where the write takes
     less than twice the MTTF, else the MTTF.
     """
     young = young_interval(write_seconds, mttf_seconds)
@@ -174,7 +174,7 @@ def compressed(job: Job) -> Planned:
 def compressed_period(job: Job, gradient_bytes: float) -> int:
     """T for compressed gradients, as a session chooses it. Source: docs/compression.md, "Anchors".
 
-    12/c for gradients of c bytes, a power of two from 8 to 512, so that redo at a restore takes 5 seconds at most: a
+    12/c for gradients of c bytes, a power of two from 8 to 512, so that redo at a restore takes 5 seconds at most. A
     time for each element, and one for each piece of a parameter, taken for a model of 200 parameter tensors.
     """
     each = _PIECE_SECONDS[job.redo_parameters_per_second > _ON_ACCELERATORS]
@@ -434,7 +434,7 @@ def make_plan(job: Job, others: Iterable[Callable[[Job], Planned]] = ()) -> Plan
     """Evaluate all schemes for a job, and those of `others`, and recommend one.
 
     Recommended is, of this product's schemes that keep the budgets and do not change what is trained, the one with the
-    highest ETTR among those within the budget of losses; where several are within 0.1%, an exact one that protects
+    highest ETTR among those within the budget of losses. Where several are within 0.1%, an exact one that protects
     every step, of the least memory.
     """
     ways = (unprotected, synchronous, asynchronous, *others, memory_only, copies, erasure, compressed, logged)

@@ -5,7 +5,7 @@ backward computes them again. One near the loss depends on most of a forward: on
 
 *Repetition*: training restores the state before the resumed record and takes its step again. No record is staged
 meanwhile. At the commit the ordinary restore puts the held state back over copies of what there is, which are compared
-with it. So training goes on from the held state, whatever the verdict is.
+with it. So training goes on from the held state with any verdict.
 
 At the end: where a repeated step was equal, for the choice of ``resume_check="auto"``.
 """
@@ -277,7 +277,7 @@ class Witness:
             self.decline(f"setting gradients aside failed: {type(error).__name__}: {error}")
 
     def note_left(self, reduces: bool) -> None:
-        """Note the restored gradients, which are zeros whatever the dead attempt had there. Taps are installed.
+        """Note the restored gradients, which are zeros also where the dead attempt had others. Taps are installed.
 
         With `reduces` gradients come in buckets, so that several are accumulated before the first is seen.
         """
@@ -289,7 +289,7 @@ class Witness:
             kept.left = None if gradient is None else (gradient, version(gradient))
 
     def _mark_added_to(self, fired: torch.Tensor) -> None:
-        """Mark gradients that are accumulated into restored zeros, whatever the dead attempt had there."""
+        """Mark gradients that are accumulated into restored zeros, also where the dead attempt had others."""
         for kept in self._kept.values():
             gradient = kept.param.grad
             if kept.left is not None and gradient is kept.left[0]:

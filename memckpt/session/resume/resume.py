@@ -1,7 +1,7 @@
 """The resume of an attempt, in four phases, each of all ranks together.
 
 1. *Look*: what the agents, the peers and storage hold.
-2. *Agree*: one plan for all ranks. It is a pure function of what was found, so that no rank has to announce it; states
+2. *Agree*: one plan for all ranks. It is a pure function of what was found, so that no rank has to announce it. States
    that a node lacks are fetched from peers, and the plan is made again without a source that proves to be bad.
 3. *Open* the state of the plan, or begin without one. The user is told of it.
 4. *Fill*: tensors, optimizer state and groups. The filled state is compared with the sample that its record carries. If
