@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from memckpt.config import ResumeChoice
 from memckpt.errors import ForeignStateError, NothingHeldError
-from memckpt.recovery.sources import BadSource, Fetch, Sources
+from memckpt.recovery.sources import BadSource, Fetch, Sources, newest_history
 from memckpt.state.records import Branch, HeldFragments, HeldRecords, RankGroup, Timeline, timeline_of
 from memckpt.storage.chain import StoredPoint
 
@@ -68,13 +68,17 @@ class RestoreRecord:
 
 @dataclass(frozen=True)
 class RestoreStored:
-    """All ranks restore the first intact one of these states in storage, for which memory cannot serve."""
+    """All ranks restore the first intact one of these states in storage, for which memory cannot serve.
+
+    `older_held`: memory could serve, with an older state.
+    """
 
     timeline: Timeline
     candidates: tuple[StoredPoint, ...]
     reason: str
     newest: int | None = None  #: the newest record that some memory knows of; None: there is none
     tier: str = "storage"
+    older_held: bool = False
 
 
 Plan = StartOver | RestoreRecord | RestoreStored
@@ -117,9 +121,16 @@ def make_plan(
             memory.refuse_changed(stored)
     common = {} if stale or memory.changed else memory.common()
     chosen = _choose(common, resume)
-    if chosen is not None:
+    newer: tuple[StoredPoint, ...] = ()
+    if chosen is not None and not isinstance(resume, int):  # memory may hold each N-th record only
+        history = newest_history(nodes, fragments)
+        leading = (one for one in stored.points if one.timeline == timeline_of(history, one.record))
+        newer = tuple(one for one in leading if one.record > chosen[0])
+    if chosen is not None and not newer:
         return memory.restore(timeline, *chosen)
-    if stale:
+    if chosen is not None:
+        reason = f"what {memory.name} has is older, of step {chosen[1]}"
+    elif stale:
         reason = f"memory holds an older attempt than {stored.name}"
     elif memory.changed:
         reason = f"memory holds a run {memory.changed}"
@@ -127,10 +138,10 @@ def make_plan(
         reason = f"expected step {resume}, found steps {sorted(set(common.values()))} in {memory.name}"
     else:
         reason = memory.why_nothing()
-    candidates = tuple(one for one in stored.points if not isinstance(resume, int) or one.step == resume)
+    candidates = newer or tuple(one for one in stored.points if not isinstance(resume, int) or one.step == resume)
     if candidates:
         known = [] if stale else [held.newest for held in nodes if held.newest]
-        return RestoreStored(timeline, candidates, reason, max(known, default=None), stored.name)
+        return RestoreStored(timeline, candidates, reason, max(known, default=None), stored.name, bool(newer))
     if isinstance(resume, int) and stored.points:
         reason += f"; {stored.name} has steps {sorted({one.step for one in stored.points})}"
     if not stored.points and stored.stranded:

@@ -266,6 +266,22 @@ def test_what_memory_knows_of_and_cannot_produce_says_what_is_lost() -> None:
     assert plan.newest is None, "of a later attempt"
 
 
+def test_storage_serves_where_it_is_ahead_of_what_memory_holds_of_the_same_attempt() -> None:
+    """Memory may hold each N-th record only."""
+    inventories = [held("a", range(8, 9), newest=11, of="ab"), held("b", range(8, 9), newest=12, of="ab")]
+    plan = planned(inventories, "auto", RANKS, "c", [stored(1, 10), stored(1, 9), stored(1, 5)])
+    assert isinstance(plan, RestoreStored)
+    assert ([one.record for one in plan.candidates], plan.newest, plan.older_held) == ([10, 9], 12, True)
+    assert plan.reason == "what local memory has is older, of step 80"
+    for there in ([stored(1, 8)], [stored(1, 10, nonce="other")], []):
+        assert isinstance(planned(inventories, "auto", RANKS, "c", there), RestoreRecord)
+    # What the attempt before stored behind the record that memory goes on from was left.
+    left = branch_off(FIRST, 8, Timeline(2, "b"))
+    resumed = [held("a", range(8, 9), left, of="ab"), held("b", range(8, 9), left, of="ab")]
+    assert isinstance(planned(resumed, "auto", RANKS, "c", [stored(1, 10)]), RestoreRecord)
+    assert isinstance(planned(inventories, 80, RANKS, "c", [stored(1, 10)]), RestoreRecord), "it is asked for"
+
+
 def test_a_step_is_looked_for_in_memory_and_then_in_storage() -> None:
     checkpoints = [stored(1, 8), stored(1, 5)]
     inventories = [held("a", range(6, 9))]

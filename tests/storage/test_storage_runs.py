@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from memckpt.agent.saving import jobs
+from memckpt.config import StorageConfig
 from memckpt.errors import MemoryBudgetError, UsageError
 from memckpt.journal.events import AttemptBegan
 from memckpt.journal.journal import latest_attempt, read_journal
@@ -37,7 +38,7 @@ from tests.support.storage.stored_runs import (
     until_stored,
 )
 from tests.support.trainings.engine_cases import PLAIN, SHAPE_CASES
-from tests.support.trainings.engine_child import Action, Actions, Control, kill_agent, kill_both, kill_self
+from tests.support.trainings.engine_child import Action, Actions, Control, config, kill_agent, kill_both, kill_self
 from tests.support.trainings.engine_harness import Lab, collect
 from tests.support.trainings.engine_training import Case
 
@@ -72,6 +73,22 @@ def test_agent_and_trainer_die_together_and_training_resumes_from_storage(lab: L
     # The journal knows of attempts of which nothing else is left.
     began = [one.envelope.attempt for one in read_journal(lab.run_dir) if isinstance(one.event, AttemptBegan)]
     assert began == [1, 2, 3]
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_checkpoint_that_is_ahead_of_the_captured_state_in_memory_serves(lab: Lab, damaged: bool) -> None:
+    """Where it is damaged, the older state of memory serves."""
+    storage = StorageConfig(every_steps=5, min_seconds=3600)
+    settings = config("snapshot", snapshot_every_steps=8, storage=storage)
+    actions: Actions = {**DIES_AFTER_10, ("backward", 14): kill_self}
+    first = lab.train(PLAIN, settings, actions=actions)
+    checkpoint = next(one for one in catalog_of(lab).complete if one.step == 10)
+    if damaged:
+        file = next(file for part in checkpoint.parts.values() for file in part.files)
+        os.truncate(lab.run_dir / "storage" / file.path, file.nbytes - 1)
+    final = lab.train(PLAIN, settings, seed=2, unchecked=None)
+    assert final.restored_step == (8 if damaged else 10), final.log[-3000:]
+    lab.check_same(PLAIN, first, final)
 
 
 def test_attempts_are_numbered_on_though_nothing_is_left_of_them(lab: Lab) -> None:

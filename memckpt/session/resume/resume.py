@@ -36,7 +36,7 @@ from memckpt.capture.evidence import Evidence
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.taps.tap import Tap
 from memckpt.config import RedoMode, ResumeChoice
-from memckpt.errors import AgentError, DamagedStateError, ForeignStateError, MemckptError
+from memckpt.errors import AgentError, DamagedStateError, ForeignStateError, MemckptError, StorageError
 from memckpt.journal.events import StartedOver
 from memckpt.memory.budget import available_bytes
 from memckpt.protocol.trainer import Inventory
@@ -287,7 +287,15 @@ class Resumption:
                 return Start(plan.record + 1, anew=False)
             case RestoreStored():
                 self._start_reason = plan.reason
-                stored = found.tier.open_newest(plan.candidates, self._spec, by_hand=bool(asked))
+                try:
+                    stored = found.tier.open_newest(plan.candidates, self._spec, by_hand=bool(asked))
+                except (DamagedStateError, StorageError) as error:  # the same on every rank
+                    if not plan.older_held:
+                        raise
+                    _log.warning("memckpt: an older state of memory serves: %s", error)
+                    self._start_reason = ""
+                    found.tier.points = tuple(one for one in found.tier.points if one not in plan.candidates)
+                    return self._open(self._agree(found), found)
                 self.chosen = self._open_stored(stored, plan)
                 self._live.growth.take_over(stored.own.spec)
                 self._repeat_from(self._find_before_in_storage(self.chosen, found.tier, asked))
