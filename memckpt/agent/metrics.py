@@ -122,7 +122,7 @@ def _measure(status: Status, observer: Observer, now: float) -> Iterator[Measure
 
 
 def _measure_storage(storage: StorageStatus, observer: Observer) -> Iterator[Measured]:
-    yield _gauge("stored_step", "Newest step that storage can produce", storage.step)
+    yield _gauge("stored_step", "Newest step of which this node's part is in storage", storage.step)
     yield _gauge("stored_timestamp_seconds", "When storage got it", observer.figures.stored_at)
     yield _counter("stored_bytes", "Bytes of checkpoints that were written", observer.figures.stored_bytes)
     yield _gauge("storage_write_rate", "Bytes per second of the last write", storage.bytes_per_second)

@@ -256,7 +256,7 @@ class Sample(Event, frozen=True, tag="sample"):
     """Figures of a running training: every 5 seconds at first, then rarer, at last every 5 minutes."""
 
     step: int | None  #: newest step in this node's memory
-    stored_step: int | None  #: newest step that this agent has made restorable from storage; None before the first
+    stored_step: int | None  #: newest step of which this node's part is in storage; None before the first
     peers_record: int | None  #: newest record that peers have acknowledged for every node; None without peers
     record: int | None  #: newest committed record
     commits: int  #: commits of this node's ranks since the last sample

@@ -51,7 +51,10 @@ class RecordSaved(msgspec.Struct, frozen=True, tag="record saved"):
 
 
 class Saved(msgspec.Struct, frozen=True, tag="saved"):
-    """A checkpoint is in storage, whole and verified. `untidy`: what else could not be done there, in words."""
+    """A node's part of a checkpoint is in storage, verified. `untidy`: what else could not be done there, in words.
+
+    `whole`: so were the parts of all other nodes by then.
+    """
 
     step: int
     record: int
@@ -60,6 +63,7 @@ class Saved(msgspec.Struct, frozen=True, tag="saved"):
     cpu_seconds: float
     timeline: Timeline | None = None
     untidy: str = ""
+    whole: bool = True
 
 
 class SaveFailed(msgspec.Struct, frozen=True, tag="unsaved"):

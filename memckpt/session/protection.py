@@ -40,7 +40,7 @@ class Protection:
 
     Attributes:
         unprotected_since: last record before a gap; None while records are protected.
-        stored_step: newest step that this attempt's agent has written to storage; None before the first.
+        stored_step: newest step of which this node's part is in storage, in this attempt; None before the first.
         stored_at: when that was, or when this attempt began, by the monotonic clock.
     """
 

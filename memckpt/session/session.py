@@ -704,7 +704,7 @@ class Session:
 
     @property
     def stored_step(self) -> int | None:
-        """Newest step that this attempt's agent has written to storage; None before the first."""
+        """Newest step of which this node's part is in storage, in this attempt; None before the first."""
         return self._protection.stored_step
 
     @property

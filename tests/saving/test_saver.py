@@ -421,6 +421,26 @@ def test_a_replica_stands_still_until_what_is_read_from_it_is_written(make: Any)
     assert written == [(record, newest - 1), (newest - 1, newest - 1), (newest, newest)]
 
 
+def test_what_is_being_written_as_training_ends_is_not_written_again(
+    make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The record before it may be all that another node has."""
+    node = make(Filled(spec=msgspec.structs.replace(SEVERAL_NODES, replicas=(0,))), every_steps=10, mode="replica")
+    record = node.train_until_ordered()
+    node.train(record - node.attempt.at)
+    node.copy(record)
+    node.saver.save_held(node.held, as_checkpoint=True)
+    written = []
+    with caplog.at_level(logging.INFO, "memckpt.agent"):
+        while node.saves:
+            written.append(node.saves[0].part.record)
+            node.saved(whole=record == written[-1])
+    assert written == [record, record - 1]
+    assert node.status.step == record
+    said = [one.getMessage().partition(":")[0] for one in caplog.records]
+    assert said == [f"step {record} is in storage", f"this node's part of step {record - 1} is in storage"]
+
+
 def test_a_record_that_training_has_gone_past_meanwhile_is_a_failure_and_no_end_of_the_agent(make: Any) -> None:
     """An agent that was told to leave writes what it holds; trainers that have not heard so yet train on."""
     node = make(every_steps=1000, mode="replica")

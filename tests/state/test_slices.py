@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from memckpt.config import RedoMode
+from memckpt.session.resume.slices import exchange_slices
 from memckpt.state.layout import ALIGN, Layout
 from memckpt.state.slices import assign_slices, cut_to_slice, join_slices
 from memckpt.state.spec import OwnerSpec, ParamSpec, StateSpec, StateTensorSpec, TensorSpec, problem_of
+from tests.support.cluster.thread_ranks import on_ranks
 from tests.support.trainings.specs import an_optimizer
 
 SHAPES = [(300, 40), (5, 7), (64, 64), (64,), (1000,), (), (96, 16), (96,)]
@@ -60,6 +67,23 @@ def test_slices_join_to_the_whole(count: int) -> None:
     assert [one.owners for one in whole.params] == [one.owners for one in spec.params]
     with pytest.raises(ValueError, match="in one of them, found none"):
         join_slices(cut(spec, count)[1:])
+
+
+@pytest.mark.parametrize("kind", ["p", "f"], ids=["stepped", "frozen"])
+def test_a_tensor_that_no_node_has_is_named_on_all_ranks(kind: str) -> None:
+    """Two of three nodes have restored their slices."""
+    parts = cut(spec_of("lazy"), 3)
+    whole = {one.name: torch.zeros(shape) for shape, one in zip(2 * SHAPES, spec_of("lazy").tensors(), strict=True)}
+    parts = [replace(part, static=()) if kind == "p" else replace(part, params=()) for part in parts]
+
+    def exchange(ranks: Any) -> str:
+        chosen: Any = SimpleNamespace(tensors_spec=parts[ranks.rank], spec=parts[ranks.rank])
+        live: Any = SimpleNamespace(tensors=lambda: whole, optimizers=[])
+        return exchange_slices(chosen, live, ranks)
+
+    lost = sorted(one.name for one in parts[2].tensors() if one.shard is not None and not one.elsewhere)
+    assert lost[0].startswith(kind)
+    assert on_ranks(2, exchange) == [f"{lost[0]} is in no node's slice"] * 2
 
 
 @given(st.dictionaries(st.text(max_size=3), st.integers(0, 1000)), st.integers(1, 5))

@@ -254,17 +254,21 @@ def test_of_several_nodes_the_last_one_tidies_up_and_the_others_read_no_more_tha
     opened = LocalStore._open
     monkeypatch.setattr(LocalStore, "_open", lambda self, path: read.append(path) or opened(self, path))  # type: ignore[func-returns-value]
 
+    whole: list[bool] = []
+
     def save(record: int, rank: int) -> list[str]:
         rest = {"ranks": (rank,), "world_size": 3, "run": "run", "full": True, "serves": (rank,)}
         writer._known.clear()  # each node has a writer of its own
         read.clear()
-        save_part(store.url, part_of(record, node=f"n{rank}", **rest), rank_states={rank: b""}, witness="owner.json")
+        part = part_of(record, node=f"n{rank}", **rest)
+        whole.append(save_part(store.url, part, rank_states={rank: b""}, witness="owner.json").whole)
         return [path for path in read if path.startswith("commit/")]
 
     for record in range(1, 5):
         found = [save(record, rank) for rank in range(3)]
         assert len(found[1]) == 1, "the other part of this checkpoint, and no other checkpoint's"
         assert [one.record for one in read_catalog(store).complete] == [record]
+        assert whole[-3:] == [False, False, True]
 
 
 def test_a_part_of_other_ranks_is_not_replaced(tmp_path: Path) -> None:

@@ -59,7 +59,8 @@ class Checkpoints:
         #: The newest checkpoint; why the last one could not be written, or empty.
         self.last: storing.Saved | None = None
         self.alarm = ""
-        self._saved_record: tuple[Timeline, int] | None = None
+        #: The last few of this attempt.
+        self._recent: deque[storing.Saved] = deque(maxlen=3)
         #: Bytes that have to be free before the next checkpoint is tried; None: as far as is known there are.
         self._missing: int | None = None
         self._looked_for_room = float("-inf")
@@ -75,6 +76,7 @@ class Checkpoints:
         if message.timeline != self.timeline:
             self.timeline = message.timeline
             self.held.clear()
+            self._recent.clear()
             self.schedule.restart()
             # The state that the last attempt has left could not be written; a copy by trainers may succeed.
             self.schedule.at_once = bool(self.alarm)
@@ -84,7 +86,7 @@ class Checkpoints:
 
     def configure_like(self, other: Checkpoints, name: str) -> None:
         """Write for the attempt that another one knows, under this name."""
-        self._saved_record = None
+        self._recent.clear()
         self.maker = replace(other.maker, node=name)
 
     @property
@@ -98,9 +100,9 @@ class Checkpoints:
         current = self.jobs.held_record
         return max(waiting if current is None else [*waiting, current], default=None)
 
-    def has(self, record: int) -> bool:
-        """Whether the newest checkpoint is the one after a record of this attempt."""
-        return self.last is not None and self._saved_record == (self.timeline, record)
+    def find(self, record: int) -> storing.Saved | None:
+        """The checkpoint after a record of this attempt, if it is one of the last."""
+        return next((one for one in self._recent if one.record == record), None)
 
     # While training runs
 
@@ -194,7 +196,8 @@ class Checkpoints:
         try:
             while self.held:
                 generation, record, last = self.held.popleft()
-                await self.save_standing(Run(self.url), generation, record, last)
+                if self.find(record) is None:  # it was being written as the generation came to a stand
+                    await self.save_standing(Run(self.url), generation, record, last)
         finally:
             self._saving_held = False
 
@@ -234,10 +237,13 @@ class Checkpoints:
             _log.warning("step %d is in storage, which could not be tidied up: %s", message.step, message.untidy)
         self.last, self.alarm, self._missing = message, "", None
         if message.timeline is not None and message.timeline == self.timeline:
-            self._saved_record = message.timeline, message.record
+            self._recent.append(message)
+            self.last = max(self._recent, key=lambda one: one.record)  # the one before may be written for other nodes
             self._log.checkpoint_saved(message.record)
         self.schedule.wrote(message)
-        _log.info("step %d is in storage: %.3g MiB, %.2f s", message.step, message.nbytes / 2**20, message.seconds)
+        what = "" if message.whole else "this node's part of "
+        size, seconds = message.nbytes / 2**20, message.seconds
+        _log.info("%sstep %d is in storage: %.3g MiB, %.2f s", what, message.step, size, seconds)
         self._host.tell_ranks(self._ranks, message)
 
     def _not_saved(self, message: storing.SaveFailed) -> None:

@@ -176,7 +176,7 @@ class Saver:
         # A commit may have come since: an agent that is told to end takes it while it writes the one before.
         coming = checkpoints.newest_held or 0
         records = [one for one in records if one > coming]
-        if not records or checkpoints.has(records[-1]):
+        if not records or checkpoints.find(records[-1]) is not None:
             return
         if self.schedule.logged:
             self.log.collect(generation)
@@ -214,8 +214,8 @@ class Saver:
     def save_record(self, generation: Generation, record: int, url: str, done: Done) -> None:
         """Write one record that stands still in memory to any store; `done` gets the result."""
         checkpoints = self._checkpoints
-        if url == checkpoints.url and checkpoints.last is not None and checkpoints.has(record):
-            done(checkpoints.last)
+        if url == checkpoints.url and (saved := checkpoints.find(record)) is not None:
+            done(saved)
         else:
             carry_on(checkpoints.save_standing(Export(url, done), generation, record))
 

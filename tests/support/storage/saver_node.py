@@ -101,10 +101,11 @@ class Node(Host, Siblings):
         """The jobs of the newest process for checkpoints."""
         return list(self.checkpoints[-1].sent) if self.checkpoints else []
 
-    def saved(self, nbytes: int = 1 << 30, cpu_seconds: float = 0.01) -> None:
+    def saved(self, nbytes: int = 1 << 30, cpu_seconds: float = 0.01, whole: bool = True) -> None:
         """The oldest job is done, in a second."""
         part = self.checkpoints[-1].sent.popleft().part
-        self.checkpoints[-1].received(Saved(part.step, part.record, nbytes, 1.0, cpu_seconds, part.timeline))
+        done = Saved(part.step, part.record, nbytes, 1.0, cpu_seconds, part.timeline, whole=whole)
+        self.checkpoints[-1].received(done)
 
     def checkpoint(self, cpu_seconds: float = 0.01) -> int:
         """Train through a whole checkpoint; its record."""

@@ -126,15 +126,15 @@ def save(job: Save, regions: list[Region]) -> Saved:
     _clear(store, job.part, job.abandoned, job.witness)  # before anything is written: the room may be needed
     part = _write(store, job, state, tensors)
     tensors.clear()
-    untidy = Untidy()
+    untidy, whole = Untidy(), False
     with untidy:  # the part is committed; errors of the rest are counted
-        if _is_last(store, part):
+        if whole := _is_last(store, part):
             _tidy_up(store, part, job, untidy)
         if job.reserve:
             keep_room(store, _catalog_for(store, part), job.reserve, job.keep_every_steps, part)
     nbytes = sum(file.nbytes for file in part.files)
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu
-    return Saved(part.step, part.record, nbytes, seconds, cpu_seconds, part.timeline, str(untidy))
+    return Saved(part.step, part.record, nbytes, seconds, cpu_seconds, part.timeline, str(untidy), whole)
 
 
 def _write(store: Store, job: Save, state: NodeState, tensors: dict[str, torch.Tensor]) -> Part:
