@@ -125,12 +125,12 @@ class GenerationSwitch:
         self.after = after
 
     def resume(self, writer: SlotWriter, record: int, anew: bool) -> None:
-        """Go on behind a restored record, in its generation where the settings are the same, unless `anew`.
+        """Go on behind a restored record, in its generation where the settings are the same, unless `anew`; collective.
 
         Raises:
             MemoryBudgetError: there is no room for the slots of the held generation.
         """
-        if self._live.spec(self.request) == writer.spec and not anew and not self._resumed_refuted:
+        if self._all_fit(writer) and not anew and not self._resumed_refuted:
             self.enter_record(record + 1)
             return
         if self._resumed_refuted:
@@ -140,6 +140,18 @@ class GenerationSwitch:
         self._recorder.begin_record(None, record + 1)
         same = (writer.spec.mode, writer.spec.every) == (self.request.mode, self.request.every)
         self.after = self._turn(record + 1) if same else record + 1
+
+    def _all_fit(self, writer: SlotWriter) -> bool:
+        """Whether a held generation has the layout of now, for all ranks that share its slots; collective.
+
+        One that went on in it alone would wait for slots that the others never commit.
+        """
+        growth = self._live.growth
+        everybody = self._ranks.gather((self._live.spec(self.request) == writer.spec, growth.changing, growth.apart))
+        fits, changing, apart = zip(*(everybody[rank] for rank in self._ranks.unit), strict=True)
+        growth.changing.update(*changing)
+        growth.apart.update(*apart)
+        return all(fits)
 
     def update_mode(self, record: int) -> None:
         """Change the mode where the self-test is over, or steps cannot be redone, on all ranks at the same record."""

@@ -50,6 +50,22 @@ def test_all_ranks_go_back_behind_a_record_that_one_of_them_cannot_redo(
     survives(lab, job_of(lab, redo, nodes, changed_on), [Death("all", 5, "committed")], [6 if nodes else 5])
 
 
+def change_in_repetition(training: Any, step: int) -> None:
+    """One rank finds in a repeated step that a large buffer has to be staged with every record."""
+    session = training.session
+    if training.rank == 1 and session is not None and session._first_steps.repetition is not None:
+        spec = session._live.spec(session._switch.request)
+        session._live.growth.changing.update(one.name for one in spec.static)
+
+
+@pytest.mark.parametrize("nodes", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one-agent", "two-agents"])
+def test_a_rank_whose_layout_grows_in_a_repeated_step_takes_those_along_that_share_its_slots(
+    lab: Lab, nodes: bool
+) -> None:
+    job = rank_trainings.job_of(lab, nodes=nodes, table="same", each_step=change_in_repetition)
+    survives(lab, job, [Death("all", 4, "committed"), Death("all", 9, "committed")])
+
+
 @pytest.mark.thinned(3)
 @PLACES
 @CHANGED_ON
