@@ -98,6 +98,8 @@ class FirstSteps:
         self._reduces = False
         self._following: dict[int, bytes] = {}
         self._evidence: Evidence | None = None
+        #: What this rank's report was corrected by, until all ranks are told; None: they were.
+        self._departed: list[str] | None = None
 
     # The restore
 
@@ -120,6 +122,7 @@ class FirstSteps:
     def begin_comparison(self, chosen: Chosen) -> None:
         """Begin the comparison, after the restore of tensors and gradients."""
         dataloader.departures.append(self.depart)
+        self._departed = []
         if isinstance(chosen, ChosenInMemory):
             self._following = chosen.following
         if self.repetition is not None:
@@ -138,6 +141,8 @@ class FirstSteps:
         if self.report is not None:
             self.report.because(reason)
             self._rank_state.carry([EARLIER + reason])
+        if self._departed is not None:
+            self._departed.append(reason)
 
     # The first records
 
@@ -185,10 +190,13 @@ class FirstSteps:
         self.tell_verdict()
 
     def hear_witness(self, step: int) -> None:
-        """Compare gradients, at the end of the first record after the resumed one.
+        """Compare gradients at the end of the first record after the resumed one, and correct all ranks' reports alike.
 
         The record's rank state is not captured yet, and carries what is found. Raises as :meth:`tell_verdict` does.
         """
+        departed, self._departed = self._departed, None
+        if departed is not None and self.report is not None:
+            self.report.because(*(reason for each in self._ranks.gather(departed) for reason in each))
         witness, self._witness = self._witness, None
         self._recorder.compare_gradients(None)
         if witness is None or self.check.refuted:
