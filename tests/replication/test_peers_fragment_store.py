@@ -16,7 +16,7 @@ from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import STRIPE_BYTES, Code, Fragment, seal_stripe
 from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.kept_window import SLOTS, KeptWindow, Room, sizes_of
-from memckpt.replication.transport.messages import NotStored, Stored, Window
+from memckpt.replication.transport.messages import Kept, NotStored, Stored, Window
 from memckpt.state.records import Branch, Timeline
 from memckpt.state.spec import Shard, TensorSpec
 from tests.support.cluster.peers_records import MemoryRoom, Records, layout_spec
@@ -163,7 +163,9 @@ def test_whole_records_are_found_by_who_maps_their_memory_later(records: Records
     assert holder.held(lambda window: None)[0].steps == tuple(range(104, 104 + most))
     # The attempt goes on: what is sent once more is said once more, what follows takes the slot of the oldest.
     holder.begin_attempt("a1", None, CODE, rejoined=True)
-    assert holder.open(records.window("g", CODE)) is None
+    kept = holder.open(records.window("g", CODE))
+    assert isinstance(kept, Kept)
+    assert sorted(kept.records) == list(range(4, 4 + most))
     assert content(holder) == expected
     fragment, payload = sealed(4 + most, 0, 1, b"y" * 100)
     assert holder.put(fragment, 0, payload) == Stored((0, 1), "g", 4 + most)

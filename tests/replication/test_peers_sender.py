@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,7 +15,7 @@ from memckpt.replication.coding.code import STRIPE_BYTES, Code, check
 from memckpt.replication.keeping.kept_window import WindowSizes
 from memckpt.replication.keeping.outgoing import Outgoing
 from memckpt.replication.keeping.sender import Sender
-from memckpt.replication.transport.messages import Abandon, NotStored, Open, Put, Stored, Window, WireMessage
+from memckpt.replication.transport.messages import Abandon, Kept, NotStored, Open, Put, Stored, Window, WireMessage
 
 CODE = Code(1, 3)
 HOLDERS = ["x", "y", "z"]
@@ -63,11 +64,16 @@ class Shelf:
     parts: dict[tuple[str, int], dict[int, bytes]] = field(default_factory=lambda: defaultdict(dict))
     whole: dict[tuple[str, int], bytes] = field(default_factory=dict)
     abandoned: list[int] = field(default_factory=list)
+    taken: int = 0
 
-    def take(self, message: WireMessage, payload: bytes) -> Stored | None:
+    def take(self, message: WireMessage, payload: bytes) -> Stored | Kept | None:
         match message:
             case Open(told):
+                known = any(generation == told.generation for generation, _ in self.opened)
                 self.opened.append((told.generation, told.index))
+                if known:
+                    whole = [record for generation, record in self.whole if generation == told.generation]
+                    return Kept(RANKS, told.generation, tuple(whole))
             case Abandon(_, generation, record):
                 self.abandoned.append(record)
                 self.parts.pop((generation, record), None)
@@ -76,6 +82,7 @@ class Shelf:
                 assert step == 100 + fragment.record
                 assert (fragment.generation, fragment.index) == self.opened[-1]
                 key = fragment.generation, fragment.record
+                self.taken += 1
                 self.parts[key][fragment.stripe] = payload
                 if len(self.parts[key]) == fragment.stripes:
                     self.whole[key] = b"".join(each for _, each in sorted(self.parts.pop(key).items()))
@@ -99,7 +106,7 @@ class Sent:
 
     def __init__(self, base: int = 0) -> None:
         self.shelves = {name: Shelf(name) for name in HOLDERS}
-        self.said: list[tuple[str, Stored]] = []
+        self.said: list[tuple[str, Stored | Kept]] = []
         self.owner = Sender(RANKS, CODE, HOLDERS, self._send, lambda name: self.shelves[name].room, 0)
         self.slots = Slots(base)
 
@@ -108,11 +115,14 @@ class Sent:
         if answer is not None:
             self.said.append((peer, answer))
 
-    def begin(self, generation: str = "g", base: int = 0, static: bool = True) -> Slots:
+    def begin(
+        self, generation: str = "g", base: int = 0, static: bool = True, records: Sequence[int] | None = None
+    ) -> Slots:
         slots, self.slots = self.slots, Slots(base)
+        records = range(base - PERIOD + 1, base + 1) if records is None else records
         window = Window(RANKS, "n", generation, "a1", 0, 1, 3, base, False, (), b"")
         sizes = WindowSizes(PERIOD, KEPT, 1, SIZE, static, 0, 0, 0)
-        self.owner.begin_generation(Outgoing(window, sizes, self.slots, range(base - PERIOD + 1, base + 1)))
+        self.owner.begin_generation(Outgoing(window, sizes, self.slots, records))
         return slots
 
     def meet(self, *names: str) -> None:
@@ -128,9 +138,23 @@ class Sent:
         """Send all that can be sent, and hear all that is said."""
         while self.owner.wants:
             self.owner.pump(1)
-        said, self.said = self.said, []
+        self.hear(len(self.said))
+
+    def hear(self, count: int) -> None:
+        """Hear so much of what is said."""
+        said, self.said = self.said[:count], self.said[count:]
         for peer, message in said:
-            self.owner.stored(peer, message)
+            if isinstance(message, Kept):
+                self.owner.kept(peer, message)
+            else:
+                self.owner.stored(peer, message)
+
+    def succeed(self) -> None:
+        """Another process sends in the owner's place, which has died; nothing is left that was on its way."""
+        for shelf in self.shelves.values():
+            shelf.parts.clear()
+        self.said.clear()
+        self.owner = Sender(RANKS, CODE, HOLDERS, self._send, lambda name: self.shelves[name].room, 0)
 
     def check(self) -> None:
         for shelf in self.shelves.values():
@@ -307,6 +331,49 @@ def test_what_is_given_up_is_not_read_any_more() -> None:
     sent.check()
 
 
+def test_a_holder_that_is_back_is_not_sent_what_it_has_kept() -> None:
+    """Its process has died, or the link was cut; and what it has is gone from the slots."""
+    sent = begun(static=False)
+    sent.commit(1, 2, 3, 4)
+    sent.run()
+    before = sent.shelves["x"].taken
+    for record in range(-2, 4):
+        sent.slots.overwrite(record)
+    sent.shelves["x"].whole.pop(("g", 4))
+    sent.meet("x")
+    assert not sent.owner.whole
+    sent.run()
+    assert (sent.owner.acknowledged, sent.owner.whole, sent.owner.since) == (4, True, 0)
+    assert sent.shelves["x"].taken == before + 2
+    sent.check()
+
+
+@pytest.mark.parametrize("newest", [3, 4])
+def test_whoever_takes_the_place_of_an_owner_s_process_goes_on_with_what_holders_have(newest: int) -> None:
+    """Of a replica's log only the last few records are there."""
+    sent = begun()
+    sent.commit(1, 2, 3)
+    sent.run()
+    sent.succeed()
+    sent.begin(records=range(3, newest + 1))
+    for record in range(3, newest + 1):
+        sent.slots.fill(record)
+    sent.meet()
+    sent.run()
+    assert (sent.owner.acknowledged, sent.owner.whole, sent.owner.since) == (newest, True, 3)
+    sent.check()
+
+
+def test_what_nobody_has_sent_is_kept_by_nobody() -> None:
+    sent = begun()
+    sent.owner.kept("x", Kept(RANKS, "g", (1, 2)))
+    sent.owner.kept("x", Kept(RANKS, "other", (0,)))
+    sent.commit(1)
+    assert sent.owner.acknowledged == 0
+    sent.run()
+    assert ("g", 1) in sent.shelves["x"].whole
+
+
 ACTIONS = st.one_of(
     st.tuples(st.just("commit"), st.just("")),
     st.tuples(st.just("generation"), st.just("")),
@@ -314,7 +381,7 @@ ACTIONS = st.one_of(
     st.tuples(st.just("give up"), st.just("")),
     st.tuples(st.just("overwrite"), st.just("")),
     st.tuples(st.sampled_from(["pump", "hear"]), st.just("")),
-    st.tuples(st.sampled_from(["meet", "refuse", "stop", "go", "lie"]), st.sampled_from(HOLDERS)),
+    st.tuples(st.sampled_from(["meet", "back", "refuse", "stop", "go", "lie"]), st.sampled_from(HOLDERS)),
 )
 
 
@@ -352,8 +419,11 @@ def test_whatever_happens_all_that_holders_have_is_right(
                 for _ in range(9):
                     sent.owner.pump(1)
             case "hear":
-                for _ in range(min(4, len(sent.said))):
-                    sent.owner.stored(*sent.said.pop(0))
+                sent.hear(4)
+            case "back":
+                sent.shelves[name].parts.clear()
+                sent.said = [one for one in sent.said if one[0] != name]
+                sent.meet(name)
             case "meet":
                 sent.shelves[name] = Shelf(name)
                 sent.said = [one for one in sent.said if one[0] != name]

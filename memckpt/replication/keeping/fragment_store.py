@@ -14,7 +14,7 @@ from memckpt.protocol.channel import ReplicatorChannel
 from memckpt.protocol.replication import KeepRoom, LetGoOfRoom
 from memckpt.replication.coding.code import STRIPE_BYTES, Code, Fragment, check
 from memckpt.replication.keeping.kept_window import BeingReservedError, KeptWindow, Room, Rooms
-from memckpt.replication.transport.messages import NotStored, Stored, Window
+from memckpt.replication.transport.messages import Kept, NotStored, Stored, Window
 from memckpt.state.records import HeldFragments, RankGroup
 
 _log = logging.getLogger("memckpt.replicator")
@@ -92,14 +92,14 @@ class FragmentStore:
 
     # What owners say
 
-    def open(self, window: Window) -> NotStored | None:
-        """Make room for a generation, or begin it anew; an answer only if there is no room."""
+    def open(self, window: Window) -> NotStored | Kept | None:
+        """Make room for a generation, or go on with it; an answer if there is no room, or what is here already."""
         key = window.owner, window.generation
         if window.attempt != self._attempt or self._code is None:
             return NotStored(*key, window.base, "it belongs to another attempt than the one that runs here", True)
         known = self._windows.get(key)
         if known is not None and known.window == window:
-            return None  # the owner has lost sight of what is here, and sends it once more
+            return Kept(*key, whole) if (whole := known.whole) else None  # the owner has lost sight of it
         if known is not None:
             self._drop(known)
         count = sum(one.window.owner == window.owner and one.window.attempt == self._attempt for one in self.windows())

@@ -371,9 +371,14 @@ class KeptWindow:
         headers = [kept.fragments[stripe][0] for stripe in range(kept.stripes)]
         return sum(one.length for one in headers), b"".join(one.digest for one in headers)
 
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """Numbers of all that is complete, also of what is sent once."""
+        return tuple(number for number, kept in self._records.items() if kept.complete)
+
     def records(self) -> list[int]:
         """Numbers of the records that are complete, ascending."""
-        return sorted(number for number, kept in self._records.items() if kept.complete and number != STATIC)
+        return sorted(number for number in self.whole if number != STATIC)
 
     def held(self, node: str, fingerprint: tuple[str, ...] | None) -> HeldFragments:
         """Description of what is here, for the plan; `fingerprint`: of the model that is to be resumed, if known."""

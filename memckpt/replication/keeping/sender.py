@@ -16,7 +16,7 @@ from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import STRIPE_BYTES, Code, Fragment, Payload, seal_stripe
 from memckpt.replication.keeping.outgoing import Outgoing, Stripes
 from memckpt.replication.keeping.stream import MAX_REASON_CHARS, OPEN, Stream
-from memckpt.replication.transport.messages import Abandon, NotStored, Open, Put, Stored, WireMessage
+from memckpt.replication.transport.messages import Abandon, Kept, NotStored, Open, Put, Stored, WireMessage
 from memckpt.state.records import RankGroup
 
 #: Encoded stripes that are kept for streams that are a little behind the first.
@@ -241,7 +241,7 @@ class Sender:
     # What holders say
 
     def met(self, holder: str) -> None:
-        """Send a holder all that there is: it is there, with nothing of ours on its way."""
+        """Send a holder all that it lacks: it is there, with nothing of ours on its way, and says what it has kept."""
         for stream in self._streams:
             if stream.holder == holder:
                 stream.reset()
@@ -251,6 +251,14 @@ class Sender:
         for stream in self._streams:
             if stream.holder == holder:
                 stream.stored(message)
+
+    def kept(self, holder: str, message: Kept) -> None:
+        for stream in self._streams:
+            for outgoing in self._generations if stream.holder == holder and stream.met and not self.paused else ():
+                if outgoing.generation == message.generation and not stream.waits:
+                    for record in stream.keep(outgoing, message.records):
+                        if not self._is_queued(outgoing, record):
+                            self._writer.release_record(outgoing, record)
 
     def not_stored(self, holder: str, message: NotStored, now: float) -> None:
         for stream in self._streams:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from typing import NamedTuple
 
 from memckpt.replication.coding.blob import STATIC
@@ -165,6 +166,23 @@ class Stream:
             self.heard += 1
             self._stored.add((message.generation, message.record))
             self._advance()
+
+    def keep(self, outgoing: Outgoing, records: Collection[int]) -> list[int]:
+        """Note that the holder has these from before; returns those that it is not sent once more.
+
+        They may be gone from their slots: whoever has taken the place of a dead process never had them to send.
+        """
+        newest = outgoing.records[-1] if outgoing.records else outgoing.window.base
+        oldest = newest - outgoing.sizes.kept * outgoing.sizes.every
+        here = {Due(outgoing, one) for one in records if one == STATIC or oldest < one <= newest}
+        if self.queue and self.stripe:
+            here.discard(self.queue[0])  # it comes to its end, which the holder acknowledges
+        spared = [one for one in self.queue if one in here]
+        self.queue = deque(one for one in self.queue if one not in here)
+        self._stored |= {(outgoing.generation, one) for _, one in here if one is not OPEN}
+        self.heard += len(spared)
+        self._advance()
+        return [record for _, record in spared if record is not OPEN]
 
     def _advance(self) -> None:
         while self._pending and (self._pending[0][0].generation, self._pending[0][1]) in self._stored:

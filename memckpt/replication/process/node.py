@@ -136,19 +136,23 @@ class ReplicationNode:
             return
         match message:
             case messages.Open():
-                refusal = self.store.open(message.window)
-                if refusal is not None:
-                    self.mail.send(peer, refusal)
-            case messages.Put():
-                answer = self.store.put(message.fragment, message.step, payload)
+                answer = self.store.open(message.window)
                 if answer is not None:
                     self.mail.send(peer, answer)
+            case messages.Put():
+                stored = self.store.put(message.fragment, message.step, payload)
+                if stored is not None:
+                    self.mail.send(peer, stored)
             case messages.Abandon():
                 self.store.abandon(message.owner, message.generation, message.record)
             case messages.Stored():
                 for sender in self.all_senders:
                     if sender.ranks == message.owner:
                         sender.stored(peer, message)
+            case messages.Kept():
+                for sender in self.all_senders:
+                    if sender.ranks == message.owner:
+                        sender.kept(peer, message)
             case messages.NotStored():
                 for sender in self.all_senders:
                     if sender.ranks == message.owner:

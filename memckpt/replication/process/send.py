@@ -83,7 +83,7 @@ class NodePlan:
                 owner = message.fragment.owner if isinstance(message, messages.Put) else message.owner
                 if self._kept.get(owner, ("", 0))[0] != peer:
                     return f"ranks {list(owner)} are not on it"
-            case messages.Stored() | messages.NotStored():
+            case messages.Stored() | messages.Kept() | messages.NotStored():
                 if message.owner not in self.own or peer not in self.holders:
                     return f"it keeps nothing of ranks {list(message.owner)} for this node"
             case messages.Acknowledged():

@@ -19,7 +19,7 @@ import msgspec
 
 from memckpt.errors import PeerOverrunError
 
-WIRE_VERSION = 7
+WIRE_VERSION = 8
 """Version of the protocol between replicators. Nodes of different versions do not meet."""
 ENVELOPE_BYTES = 2048
 """Limit on the size of an envelope, in bytes."""

@@ -58,6 +58,14 @@ class Stored(msgspec.Struct, frozen=True, tag="stored"):
     record: int
 
 
+class Kept(msgspec.Struct, frozen=True, tag="kept"):
+    """Holder to owner, in answer to an Open of what is known: all of these records has been here since before."""
+
+    owner: RankGroup
+    generation: str
+    records: tuple[int, ...]
+
+
 class NotStored(msgspec.Struct, frozen=True, tag="not stored"):
     """Holder to owner: this record is not kept; `nothing`: none of its generation is, whatever was said before."""
 
@@ -178,7 +186,7 @@ class GotNone(msgspec.Struct, frozen=True, tag="got none"):
 
 
 WireMessage = (
-    Open | Put | Abandon | Stored | NotStored | Acknowledged | Watermark | Whereabouts |
+    Open | Put | Abandon | Stored | Kept | NotStored | Acknowledged | Watermark | Whereabouts |
     AskManifest | Manifest | Get | Got | AskWindow | WindowIs | GotNone
 )  # fmt: skip
 
