@@ -138,7 +138,7 @@ def test_nothing_is_whole_while_a_node_is_not_heard() -> None:
     leader.acknowledged(Acknowledged("a", 5, 0, True))
     assert leader.look(0, frozenset()) is None
     assert leader.acknowledged(Acknowledged("b", 5, 0, True)) == Watermark(5, True)
-    assert leader.look(0, frozenset("b")) == Watermark(5, False)
+    assert leader.look(0, frozenset("b")) == Watermark(5, False, unheard=("b",))
     assert leader.look(0, frozenset("b")) is None
     assert leader.acknowledged(Acknowledged("a", 6, 0, True)) is None
     assert leader.missing() == ("b",)

@@ -158,6 +158,56 @@ def test_a_silent_node_is_given_up_by_the_leader_and_a_silent_leader_by_all(node
     assert not node.member.watermark.waits_suspended
 
 
+@pytest.mark.promise("a silent node whose trainers are known to be alive")
+@pytest.mark.parametrize(
+    ("said", "away"),
+    [([()], True), ([(), ("c",)], False), ([("c",), ()], True), ([], False)],
+    ids=["heard", "lost", "back", "nothing said"],
+)
+@pytest.mark.parametrize("led", [True, False], ids=["led", "alone"])
+def test_a_silent_node_that_the_leader_hears_is_not_waited_for(
+    said: list[tuple[str, ...]], away: bool, led: bool
+) -> None:
+    """No record follows: training here waits for that node."""
+    with closing(Node("b")) as node:
+        node.send_own()
+        store(node, "a", STATIC, *sorted(node.records[1].held))
+        node.member.unheard = frozenset({"c"} if led else {"c", "a"})
+        node.line.heard_at = {"c": 0.0}
+        for one in said:
+            node.says("a", Watermark(0, False, unheard=one))
+        assert not works(node, int(node.job.ack_timeout_seconds)).lost
+        assert works(node, 2).lost == (away and led)
+        assert works(node, int(node.job.ack_timeout_seconds * LOST_LIMITS)).lost
+
+
+def test_a_leader_that_is_another_process_has_to_notice_first_who_is_silent() -> None:
+    absence, now = Absence(10.0), 0.0
+    absence.vouched = frozenset({"c"})
+
+    def after(seconds: int) -> frozenset[str]:
+        nonlocal now
+        for _ in range(seconds):
+            now += 1.0
+            absence.check_heard({"c": 0.0}, 5, 1, now)
+        return absence.nodes
+
+    assert not after(10)
+    absence.leader_met()
+    assert not after(10)
+    assert after(1) == {"c"}
+
+
+def test_a_leader_says_whom_it_does_not_hear() -> None:
+    with closing(Node("a")) as node:
+        node.member.unheard = frozenset({"c"})
+        works(node)
+        assert node.line.sent["b"][-1] == Watermark(0, False, unheard=("c",))
+        node.member.unheard = frozenset()
+        works(node)
+        assert node.line.sent["b"][-1] == Watermark(0, False, unheard=())
+
+
 @pytest.mark.promise("a node whose agent hangs, or whose trainers have lost their agent")
 def test_nobody_waits_for_a_node_whose_trainers_go_on_without_their_agent(node: Node) -> None:
     for peer in others(node):

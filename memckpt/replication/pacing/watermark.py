@@ -205,8 +205,8 @@ class Leader:
         return self._tell_change(Watermark(record, whole, waits_suspended, every, due, needed))
 
     def _tell_change(self, now: Watermark) -> Watermark | None:
-        before, self._told = self._told, now
-        return None if now == before else now
+        before, self._told = self._told, msgspec.structs.replace(now, unheard=tuple(sorted(self._unheard)))
+        return None if self._told == before else self._told
 
     def missing(self) -> tuple[str, ...]:
         """Nodes that hold the watermark back, in order of their names."""
@@ -219,6 +219,8 @@ class Leader:
 _LONGEST_LOOK_SECONDS = 2.0
 LOST_LIMITS = 20
 """Number of time limits for which training waits for a node that may be lost."""
+NOTICED_SECONDS = 10.0
+"""Seconds of a node's silence after which the leader has said so, too, if it does not hear it: twice what it takes."""
 
 
 class Overdue:
@@ -249,15 +251,23 @@ class Absence:
     """Nodes that are not heard, and that training does not wait for.
 
     A silent node may be lost, and going on overwrites what a resume without it needs. Where two more records were made
-    since, its trainers live. Else it is waited for :data:`LOST_LIMITS` times as long.
+    since, its trainers live. So it does where the leader hears it. Else it is waited for :data:`LOST_LIMITS` times as
+    long.
     """
 
     def __init__(self, limit: float) -> None:
         self._still = Overdue(limit)
+        self._noticed = Overdue(max(limit, NOTICED_SECONDS))
         self._lost = Overdue(LOST_LIMITS * limit)
         #: By node, when it was heard last and the newest record that this one had then.
         self._heard: dict[str, tuple[float | None, int]] = {}
         self.nodes: frozenset[str] = frozenset()
+        #: Nodes that the leader hears, while it is heard itself.
+        self.vouched: frozenset[str] = frozenset()
+
+    def leader_met(self) -> None:
+        """Have the leader look first who is silent: it may be another process than before."""
+        self._noticed = Overdue(self._noticed.limit)
 
     def check_heard(self, heard: Mapping[str, float | None], newest: int, every: int, now: float) -> None:
         """Look at all peers: when each was heard last, and the newest record that is whole on this node."""
@@ -265,10 +275,10 @@ class Absence:
             known = self._heard.get(node)
             if known is None or known[0] != at:
                 self._heard[node] = at, newest
-        self._still.check_owing(heard, now)
-        self._lost.check_owing(heard, now)
+        for overdue in (self._still, self._noticed, self._lost):
+            overdue.check_owing(heard, now)
         lives = {node for node in heard if newest >= self._heard[node][1] + 2 * every}
-        self.nodes = frozenset(self._still.nodes & lives) | self._lost.nodes
+        self.nodes = frozenset(self._still.nodes & lives) | (self._noticed.nodes & self.vouched) | self._lost.nodes
 
 
 _log = logging.getLogger("memckpt.replicator")

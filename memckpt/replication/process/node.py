@@ -80,7 +80,8 @@ class ReplicationNode:
         self._measured = self._warned_of = 0
         #: What the leader was told last, and what it has said.
         self._told = messages.Acknowledged(node, start, start, False, self._empty)
-        self.watermark = self._led = messages.Watermark(start, False, every=job.every_steps or 1)
+        self.watermark = messages.Watermark(start, False, every=job.every_steps or 1)
+        self._led = msgspec.structs.replace(self.watermark, unheard=tuple(plan.addresses))
         for other in plan.partners:
             self.mail.connect(other)
         if self.leader is not None:
@@ -125,6 +126,7 @@ class ReplicationNode:
         for sender in self.all_senders:
             sender.met(peer)
         if peer == self.plan.leader:
+            self.laggards.away.leader_met()
             self.mail.send(peer, self._told)
         if self.leader is not None:
             self.mail.send(peer, self.leader.watermark)
@@ -187,7 +189,8 @@ class ReplicationNode:
 
     def _pass(self, watermark: messages.Watermark) -> None:
         # A leader that has rejoined knows of no record at first.
-        watermark = msgspec.structs.replace(watermark, record=max(watermark.record, self.watermark.record))
+        record = max(watermark.record, self.watermark.record)
+        watermark = msgspec.structs.replace(watermark, record=record, unheard=())
         if watermark == self.watermark:
             return
         before, self.watermark = self.watermark, watermark
@@ -314,6 +317,8 @@ class ReplicationNode:
                     owing[holder] = owing.get(holder), progress
         heard = {node: at for node, at in self.transport.heard().items() if node in self.plan.addresses}
         every = max((one.generation.sizes.every for one in self.senders if one.generation is not None), default=1)
+        silent = self.plan.addresses if self.plan.leader in self.unheard else self._led.unheard
+        self.laggards.away.vouched = frozenset(self.plan.addresses).difference(silent)
         self.laggards.check_peers(owing, heard, self._newest, every, now)
 
     def _how_far(self) -> messages.Acknowledged:

@@ -106,6 +106,7 @@ class Watermark(msgspec.Struct, frozen=True, tag="watermark"):
 
     `waits_suspended`: nobody is to wait. Some node has lost all that it had, and to begin anew it has to get to another
     record, which takes all ranks; or some node stands still for too long. `every`, `due`, `needed`: as in Cadence.
+    `unheard`: nodes that the leader does not hear.
     """
 
     record: int
@@ -114,6 +115,7 @@ class Watermark(msgspec.Struct, frozen=True, tag="watermark"):
     every: int = 1
     due: int = 0
     needed: int = 0
+    unheard: tuple[str, ...] = ()
 
 
 class Whereabouts(msgspec.Struct, frozen=True, tag="where"):
