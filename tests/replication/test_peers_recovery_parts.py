@@ -7,13 +7,15 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
 from memckpt.agent.replication.peer_tier import Recovery
-from memckpt.config import AgentConfig
+from memckpt.config import AgentConfig, StorageConfig
 from memckpt.errors import AgentError, AgentGoneError, NothingHeldError, PeerError
 from memckpt.protocol.channel import Channel
 from memckpt.protocol.replication import (
@@ -37,7 +39,8 @@ from memckpt.replication.process.reader import LIVE_ALL, LIVE_SHARED, PATIENCE_S
 from memckpt.replication.transport import messages
 from memckpt.session.link import AgentLink
 from memckpt.session.peers import PeerRecovery
-from memckpt.state.records import RankGroup, Timeline
+from memckpt.session.resume.storage_tier import Resharding
+from memckpt.state.records import Branch, HeldFragments, HeldRecords, RankGroup, Timeline
 from tests.support.cluster.peers_records import layout_spec
 from tests.support.cluster.replicator_node import Node
 from tests.support.linked import link_over
@@ -442,6 +445,33 @@ def test_without_patience_silence_is_no_loss_either(without: StartOver | Nothing
     with pytest.raises(PeerError, match=r"answer of c, found none for 0 s; step 50 .* resume='never' starts over"):
         Start(fails(silent="c"), without=without, patience=0.0).plan()
     assert Start(fails(silent="c"), patience=0.0).plan() is STORED
+
+
+@pytest.mark.promise(
+    "a start that can resume nothing without a silent node ends with an error after its patience, and drops nothing"
+)
+@pytest.mark.parametrize("stores", [False, True], ids=["without storage", "with storage"])
+def test_silence_ends_a_start_with_other_ranks_where_no_storage_can_serve(tmp_path: Path, stores: bool) -> None:
+    """Of two former nodes one has its state; of the other one fragments are left on two nodes, one of them silent."""
+    said = {"history": (Branch(Timeline(1, "a"), None),), "world_size": 2, "records": (4, 5), "steps": (40, 50)}
+    coded = {"data": 2, "generation": "g", "base": 3, "period": 1, "private": False, "replicas": (1,)}
+    held = [HeldRecords("a", ranks=(0,), **said)]
+    kept = [HeldFragments(node, (1,), index, **coded, **said) for index, node in enumerate("cd")]
+    start = Start(*[Recovered("too few", (BadSourceSeen("c", (1,), "g", silent=True),))] * 4)
+    peers: Any = SimpleNamespace(active=True, node_names=["a", "c", "d"])
+    peers.plan_with_peers = lambda make, spec, adopt: start._recovery.plan_with_peers(
+        make, spec, lambda plan: None, False, adopt
+    )
+    config: Any = SimpleNamespace(storage=StorageConfig() if stores else None)
+    training: Any = SimpleNamespace(ranks=Alone(), config=config)
+    link: Any = None
+    resharding = Resharding(training, link, peers, tmp_path)
+    if stores:
+        assert resharding._bring_together(held, kept, "auto", SPEC) is None
+    else:
+        with pytest.raises(PeerError, match="expected an answer of c, found none for 300 s; step 50 cannot be had"):
+            resharding._bring_together(held, kept, "auto", SPEC)
+    assert not start.answers
 
 
 def test_who_is_silent_is_not_waited_for_where_a_damaged_one_is_needed_as_well() -> None:

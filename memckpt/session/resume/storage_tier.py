@@ -479,12 +479,15 @@ class Resharding:
         nodes = self._peers.node_names
 
         def plan_without(bad: Collection[BadSource], before: bool) -> Plan:
-            return plan_to_reshard(held, fragments, resume, nodes, self._ranks.nonce, bad)
+            plan = plan_to_reshard(held, fragments, resume, nodes, self._ranks.nonce, bad)
+            if isinstance(plan, RestoreStored) and self._config is None:
+                return StartOver(plan.timeline, plan.reason, discard=False)  # no storage has an older state
+            return plan
 
         plan = self._peers.plan_with_peers(plan_without, spec, adopt=True)
         if isinstance(plan, RestoreRecord):
             return plan.record
-        if isinstance(plan, RestoreStored) and resume != "never" and self._ranks.rank == 0:
+        if resume != "never" and self._ranks.rank == 0:
             _log.warning("memckpt: what memory holds cannot go to other ranks: %s", plan.reason)
         return None
 
