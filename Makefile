@@ -57,7 +57,7 @@ soak-programs: setup  ## Generated trainings, killed and compared: PROGRAMS=1000
 	$(BIN)/python -m tests.fuzzing.trainings.soak --programs $(PROGRAMS) $(if $(SEED),--seed $(SEED)) --device $(DEVICE)
 
 # No .venv here: whatever Python has torch for the GPU, and the dependencies, will do.
-GPU_NEEDS = torch numpy msgspec xxhash zmq pyeclib fsspec safetensors rich typer
+GPU_NEEDS = torch numpy msgspec xxhash zmq cryptography pyeclib fsspec safetensors rich typer
 test-gpu:  ## Run tests/gpu on a GPU, with PYTHON as it is (six at a time where it has pytest-xdist)
 	@$(PYTHON) benchmarks/gpu/needs.py $(GPU_NEEDS) pytest pytest_timeout hypothesis setuptools
 	$(PYTHON) -m pytest tests/gpu --device cuda $$($(PYTHON) -c 'import xdist' 2>/dev/null && printf -- '-n 6')

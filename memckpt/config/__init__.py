@@ -132,7 +132,7 @@ class ErasureConfig(Checked):
             held.
         security: ``"curve"`` encrypts and authenticates with new keys for each attempt; ``"plain"`` does neither.
         host: address or interface on which this node listens; None: the one that routes to the job's master.
-        port: TCP port on which this node listens; 0: any.
+        port: TCP port on which this node listens, and the one above it for records; 0: any.
         rate_bytes_per_second: the most that a node may send, in bytes per second; None: no limit.
         overhead: the share of a step's time that sending may cost; sending is slowed down accordingly.
         domain_level: the largest unit that fails at once: nodes, racks or zones; ``"auto"``: the widest that is known.

@@ -12,12 +12,13 @@ from memckpt.state.spec import StateSpec
 
 
 class PeerKeys(msgspec.Struct, frozen=True, array_like=True):
-    """CURVE keys of one attempt, in printable form. Every agent of the job has all four, and no other process."""
+    """CURVE keys of one attempt, in printable form, and a secret for payloads. Agents of the job have them, no others."""
 
     server_public: str
     server_secret: str
     client_public: str
     client_secret: str
+    bulk: str
 
     def __repr__(self) -> str:
         return "PeerKeys(...)"  # not for logs

@@ -38,7 +38,7 @@ class Side:
         self.sent: list[bytes] = []
         self.received: list[bytes] = []
 
-    def hand(self, frames: Sequence[Payload]) -> bool:
+    def hand(self, frames: Sequence[Payload], payload: Sequence[Payload] | None) -> bool:
         if not self.open:
             return False
         self.connections[-1].append(tuple(frames))
@@ -59,7 +59,7 @@ class Side:
 
     def send(self, body: bytes) -> None:
         self.sent.append(body)
-        self.link.send(body, b"")
+        self.link.send(body, ())
 
     def take(self, frames: tuple[Payload, ...]) -> None:
         envelope = links.decode(bytes(frames[0]))

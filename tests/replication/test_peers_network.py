@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from memckpt.protocol.replication import PeerKeys
+from memckpt.replication.transport import bulk
 from memckpt.replication.transport.directory import make_keys
 from tests.support.cluster import netns
 from tests.support.cluster.netns import Network
@@ -23,8 +24,16 @@ def keys(request: pytest.FixtureRequest) -> PeerKeys | None:
 
 
 @pytest.fixture
-def network() -> Iterator[Network]:
+def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
+    begin = bulk.Lane.__init__
+
+    def begin_inside(lane: bulk.Lane, owner: bulk.Bulk, link: bytes, address: str) -> None:
+        """ZeroMQ connects in threads that are where its node was made; lanes begin in the loop's."""
+        with network.inside(network.addresses.index(owner.listener.getsockname()[0])):
+            begin(lane, owner, link, address)
+
     with Network(2) as network:
+        monkeypatch.setattr(bulk.Lane, "__init__", begin_inside)
         yield network
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 from collections.abc import Iterator
@@ -38,20 +39,17 @@ def keys(request: pytest.FixtureRequest) -> PeerKeys | str:
 @pytest.fixture
 def proxied(keys: PeerKeys | str) -> Iterator[tuple[Node, Node, Proxy, Proxy]]:
     """Two nodes that reach each other through proxies only."""
-    ports = free_port(), free_port()
-    with nodes_of(
-        *(
-            Node(name, keys, window_bytes=2 << 20, advertise=f"tcp://127.0.0.1:{port}")
-            for name, port in zip("ab", ports, strict=True)
-        )
-    ) as (a, b):
-        proxies = [Proxy(port, node.port) for port, node in zip(ports, (a, b), strict=True)]
-        try:
-            acquaint(a, b)
-            yield a, b, proxies[0], proxies[1]
-        finally:
-            for proxy in proxies:
-                proxy.close()
+    with contextlib.ExitStack() as stack:
+        nodes, proxies = [], []
+        for name in "ab":
+            ports = free_port(), free_port()
+            advertise = f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}"
+            nodes.append(Node(name, keys, window_bytes=2 << 20, advertise=advertise))
+            stack.enter_context(nodes_of(nodes[-1]))
+            proxies.append(Proxy(ports[0], nodes[-1].port, Proxy(ports[1], nodes[-1].bulk_port)))
+            stack.callback(proxies[-1].close)
+        acquaint(*nodes)
+        yield nodes[0], nodes[1], proxies[0], proxies[1]
 
 
 def test_all_arrives_once_however_often_connections_are_cut(proxied: tuple[Node, Node, Proxy, Proxy]) -> None:

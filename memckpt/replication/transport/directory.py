@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import zmq
 from zmq.utils import z85
 
 from memckpt.errors import PeerError, UsageError
 from memckpt.protocol.replication import PeerKeys
-from memckpt.replication.transport.links import Data, Link, Payload, State, is_address
+from memckpt.replication.transport.bulk import Bulk, Outgoing
+from memckpt.replication.transport.links import Data, Hand, Link, Pieces, State, is_address
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
 
 # More messages than are on the way at once: a peer that keeps to that never blocks the heartbeats behind them.
 _MESSAGES = 4096
-# Size below which copying a frame costs less than keeping it.
-_COPY_BELOW_BYTES = 64 << 10
 USERNAME = b"memckpt"
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 def make_keys() -> PeerKeys:
-    """Make CURVE keys in Z85, of the operating system's random numbers."""
-    (server_public, server_secret), (client_public, client_secret) = zmq.curve_keypair(), zmq.curve_keypair()
-    return PeerKeys(server_public.decode(), server_secret.decode(), client_public.decode(), client_secret.decode())
+    """Make CURVE keys in Z85, and a secret for lanes, of the operating system's random numbers."""
+    server, client = ([key.decode() for key in zmq.curve_keypair()] for _ in range(2))
+    return PeerKeys(server[0], server[1], client[0], client[1], secrets.token_hex(32))
 
 
 def make_password() -> str:
@@ -94,22 +93,34 @@ def _make(context: Context, kind: int, heartbeat: float, ipv6: bool) -> Socket:
     return socket
 
 
-def hand_to(socket: Socket) -> Callable[[Sequence[Payload]], bool]:
-    """How a link hands messages to a socket."""
+def hand_to(socket: Socket, lane: Outgoing) -> Hand:
+    """How a link hands messages to a socket, and their payloads to a lane."""
 
-    def hand(frames: Sequence[Payload]) -> bool:
-        last = len(frames) - 1
-        for index, frame in enumerate(frames):
-            try:
-                socket.send(frame, _MORE if index < last else _LAST, copy=memoryview(frame).nbytes < _COPY_BELOW_BYTES)
-            except zmq.Again:
-                if 0 < index < last:
-                    # The connection ended in between. The socket drops all up to a message's end, so end this one.
-                    socket.send(b"", _LAST)
-                return False
+    def hand(frames: Sequence[bytes], payload: Pieces | None) -> bool:
+        if payload is None:
+            lane.renew()
+            return _send(socket, frames)
+        ticket = lane.ticket(sum(map(len, payload))) if payload else b""
+        if ticket is None or not _send(socket, (*frames, ticket)):
+            return False
+        if payload:
+            lane.put(payload, b"".join(frames))
         return True
 
     return hand
+
+
+def _send(socket: Socket, frames: Sequence[bytes]) -> bool:
+    last = len(frames) - 1
+    for index, frame in enumerate(frames):
+        try:
+            socket.send(frame, _MORE if index < last else _LAST)
+        except zmq.Again:
+            if 0 < index < last:
+                # The connection ended in between. The socket drops all up to a message's end, so end this one.
+                socket.send(b"", _LAST)
+            return False
+    return True
 
 
 _NOBLOCK = int(zmq.NOBLOCK)
@@ -188,11 +199,13 @@ class Peer:
     """A peer that we send to, at `address`.
 
     `named_by`: the incarnation that has said that; empty: it was given to us; :data:`_HEARSAY`: another peer has said
-    it. `hint`: another such address, untried. The owner notes when anything came of it, and whether it is `silent`.
+    it. `hint`: another such address, untried. The owner notes when anything came of it, whether it is `silent`, and
+    what is `held` until the first one's payload is here.
     """
 
     link: Link
     socket: Socket
+    lane: Outgoing
     address: str
     named_by: str = ""
     hint: str = ""
@@ -200,17 +213,24 @@ class Peer:
     tried_at: float | None = None
     heard_seconds: float = 0.0
     silent: bool = False
+    held: deque[tuple[Data | State, Sequence[zmq.Frame]]] = field(default_factory=deque)
 
 
 class Directory:
     """All peers by name. Its sockets, made by `connect`, are the context's, which closes them in the end."""
 
     def __init__(
-        self, node: str, incarnation: str, address: str, window_bytes: int, connect: Callable[[str], Socket]
+        self,
+        node: str,
+        incarnation: str,
+        address: str,
+        window_bytes: int,
+        connect: Callable[[str], Socket],
+        bulk: Bulk,
     ) -> None:
         self.peers: dict[str, Peer] = {}
         self._node, self._incarnation, self._address = node, incarnation, address
-        self._window_bytes, self._connect = window_bytes, connect
+        self._window_bytes, self._connect, self._bulk = window_bytes, connect, bulk
         self._links_made = 0
         self._sent_to_former = 0
         self._forgotten: OrderedDict[str, str] = OrderedDict()
@@ -253,10 +273,11 @@ class Directory:
     def _add(self, peer: str, address: str, named_by: str = "") -> Peer:
         self._links_made += 1
         socket = self._open(address)
-        link = Link(
-            self._node, f"{self._incarnation}.{self._links_made}", self._address, self._window_bytes, hand_to(socket)
-        )
-        found = self.peers[peer] = Peer(link, socket, address, named_by)
+        own = f"{self._incarnation}.{self._links_made}"
+        lane = Outgoing(self._bulk, own)
+        hand, bulk = hand_to(socket, lane), self._bulk.address
+        link = Link(self._node, own, self._address, self._window_bytes, hand, bulk)
+        found = self.peers[peer] = Peer(link, socket, lane, address, named_by)
         return found
 
     def _open(self, address: str) -> Socket:
@@ -269,7 +290,7 @@ class Directory:
         socket = self._open(address)
         known.socket.close()
         known.socket, known.address, known.named_by = socket, address, named_by
-        known.link.move(hand_to(socket))
+        known.link.move(hand_to(socket, known.lane))
         known.tried_at = None
 
     def forget_peer(self, peer: str) -> None:
@@ -278,6 +299,7 @@ class Directory:
         if known is None:
             return
         known.socket.close()
+        known.lane.close()
         self._sent_to_former += known.link.traffic.sent_bytes
         self._forgotten[peer] = known.link.met
         while len(self._forgotten) > MAX_PEERS:

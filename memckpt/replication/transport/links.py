@@ -1,7 +1,7 @@
 """One pair of replicators: numbering, acknowledging, sending again. No sockets, no clock.
 
 Messages go out in the order of their numbers, and a connection keeps it; only what is on its way when a connection ends
-is lost. So whoever receives sees each loss as a gap, at the latest in the next state, and asks for all from there on;
+is lost, or comes without its payload. So whoever receives sees each loss as a gap, at the latest in the next state, and asks for all from there on;
 the sender never guesses by time. Each going back begins a new turn, by which both ignore what was said of an older one.
 
 An acknowledgement here bounds what is on its way. That a record is stored is another message, which comes later.
@@ -50,7 +50,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Data(Envelope, frozen=True, array_like=True, tag=1):
-    """A message; its body, in so many parts, and its payload follow as frames of their own."""
+    """A message; its body, in so many parts, and its payload's ticket follow as frames of their own."""
 
     parts: Annotated[int, msgspec.Meta(ge=1, le=MAX_PARTS)] = 1
 
@@ -59,7 +59,8 @@ class State(Envelope, frozen=True, array_like=True, tag=2):
     """What the sender has sent and received; it is a greeting, a heartbeat and an acknowledgement in one.
 
     `expected`: all messages below this number have been received. `seen`: the receiver's turn as the sender knows it.
-    `gap`: something of that turn is missing: go back to `expected`. `ask`: the sender wants an answer.
+    `gap`: something of that turn is missing: go back to `expected`. `ask`: the sender wants an answer. `bulk`: where
+    payloads go.
     """
 
     expected: _Number
@@ -68,6 +69,7 @@ class State(Envelope, frozen=True, array_like=True, tag=2):
     ask: bool
     address: Annotated[str, msgspec.Meta(max_length=300)]
     version: _Number = 0
+    bulk: Annotated[str, msgspec.Meta(max_length=300)] = ""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -89,8 +91,9 @@ def decode(data: bytes) -> Data | State:
         envelope = _decoder.decode(data)
     except RecursionError as error:
         raise ValueError("expected an envelope, found lists in lists") from error
-    if isinstance(envelope, State) and not is_address(envelope.address):
-        raise ValueError(f"expected an address like tcp://host:port, found {envelope.address!r}")
+    for address in (envelope.address, envelope.bulk or envelope.address) if isinstance(envelope, State) else ():
+        if not is_address(address):
+            raise ValueError(f"expected an address like tcp://host:port, found {address!r}")
     return envelope
 
 
@@ -100,6 +103,8 @@ def is_address(address: str) -> bool:
 
 
 Payload = bytes | memoryview
+Pieces = Sequence[Payload]
+"""A payload as it lies, in parts."""
 
 MAX_MESSAGES = 100_000
 """Limit on messages that wait for one peer."""
@@ -112,7 +117,7 @@ _RETIRED = 256
 
 class _Message(NamedTuple):
     body: bytes
-    payload: Payload
+    payload: Pieces
     nbytes: int
 
 
@@ -127,18 +132,19 @@ class Traffic:
     received_messages: int = 0
 
 
+Hand = Callable[[Sequence[bytes], Pieces | None], bool]
+
+
 class Link:
     """What one side keeps of a pair.
 
     `own`: our incarnation for this peer alone. `window_bytes`: how much may be unacknowledged. `hand`: takes a
-    message's frames; False: there is no connection or room; it loses only messages that follow one another. `met`: the
-    peer's incarnation, once it has said ours. `heard`: anything has come since the owner set it to False. `down`: the
-    last message could not be handed over.
+    message's frames, and its payload; False: there is no connection or room. `met`: the peer's incarnation, once it has
+    said ours. `heard`: anything has come since the owner set it to False. `down`: the last message could not be handed
+    over.
     """
 
-    def __init__(
-        self, node: str, own: str, address: str, window_bytes: int, hand: Callable[[Sequence[Payload]], bool]
-    ) -> None:
+    def __init__(self, node: str, own: str, address: str, window_bytes: int, hand: Hand, bulk: str = "") -> None:
         self.own = own
         self.met = ""
         self.retired: deque[str] = deque(maxlen=_RETIRED)
@@ -146,7 +152,7 @@ class Link:
         self.heard = False
         self.down = False
         self._node = node
-        self._address = address
+        self._address, self._bulk = address, bulk
         self._window_bytes = window_bytes
         self._hand = hand
         self._waiting: deque[_Message] = deque()
@@ -187,14 +193,14 @@ class Link:
     def room(self) -> int:
         return self._window_bytes - self.unacknowledged_bytes if self.met else 0
 
-    def send(self, body: bytes, payload: Payload) -> None:
+    def send(self, body: bytes, payload: Pieces) -> None:
         """Queue a message behind those before it; PeerOverrunError: too many wait already."""
         if self.unacknowledged_messages >= MAX_MESSAGES:
             raise PeerOverrunError(
                 f"expected at most {MAX_MESSAGES} messages waiting for a peer, found {self.unacknowledged_messages}; "
                 "it does not read: forget it, or send less"
             )
-        message = _Message(body, payload, len(body) + memoryview(payload).nbytes)
+        message = _Message(body, payload, len(body) + sum(map(len, payload)))
         self._waiting.append(message)
         self._waiting_bytes += message.nbytes
         self.pump()
@@ -209,7 +215,7 @@ class Link:
                 return
             parts = parts_of(message.body)
             envelope = Data(self._node, self.own, self.met, self._turn, self._next, len(parts))
-            if not self._hand((encode(envelope), *parts, message.payload)):
+            if not self._hand((encode(envelope), *parts), message.payload):
                 self._lost_connection()
                 return
             self._waiting.popleft()
@@ -250,8 +256,9 @@ class Link:
             ask=ask,
             address=self._address,
             version=WIRE_VERSION,
+            bulk=self._bulk,
         )
-        if not self._hand((encode(state),)):
+        if not self._hand((encode(state),), None):
             self._lost_connection()
             return False
         self.down = False
@@ -259,7 +266,7 @@ class Link:
             self._owed_bytes = self._owed_messages = 0
         return True
 
-    def move(self, hand: Callable[[Sequence[Payload]], bool]) -> None:
+    def move(self, hand: Hand) -> None:
         """Hand over to another connection from now on."""
         self._hand = hand
         self._lost_connection()
@@ -273,6 +280,12 @@ class Link:
         return self._owed_messages > 0
 
     # Receiving
+
+    def wants(self, data: Data) -> bool:
+        """Whether a message is the next one; any other is dropped, whatever comes with it."""
+        if data.meant != self.own or data.incarnation in self.retired:
+            return False
+        return data.number == (self._expected if data.incarnation == self.met else 0)
 
     def take_data(self, data: Data, nbytes: int) -> str | None:
         """Receive a message: None if it is the next one, else why it is dropped."""

@@ -1,7 +1,7 @@
 """Messages between replicators: in order, exactly once, bounded, and between those who have the attempt's keys only.
 
 Each side receives on one socket (ROUTER, bound), and sends on one for each peer (DEALER). ZeroMQ connects again but
-loses messages, which :mod:`memckpt.replication.transport.links` repeats.
+loses messages, which :mod:`memckpt.replication.transport.links` repeats. Payloads come beside them, on lanes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import zmq
 from memckpt.errors import PeerError, UsageError
 from memckpt.protocol.replication import PeerKeys
 from memckpt.replication.transport import links
+from memckpt.replication.transport.bulk import Bulk
 from memckpt.replication.transport.directory import (
     Context,
     Directory,
@@ -28,19 +29,19 @@ from memckpt.replication.transport.directory import (
     receiving_socket,
     sending_socket,
 )
-from memckpt.replication.transport.links import WIRE_VERSION, Data, Link, Payload, State
+from memckpt.replication.transport.links import MAX_ON_THE_WAY, WIRE_VERSION, Data, Link, Payload, State
 
 _log = logging.getLogger("memckpt.replicator")
 _MAX_SOCKETS = 4096
 _ACKNOWLEDGE_SECONDS = 0.005
 _NOBLOCK = int(zmq.NOBLOCK)
-_REFUSALS_IN_ONE_CALL = 256
+_STEPS_IN_ONE_CALL = 512
 _SILENT_AFTER_BEATS = 5
 _WILDCARDS = ("0.0.0.0", "*", "::", "[::]")
 
 
 class Delivery(NamedTuple):
-    """A message of a peer; the payload is a view of the memory it was received into."""
+    """A message of a peer; the payload is a view of memory that the next :meth:`Transport.receive` uses again."""
 
     peer: str
     body: bytes
@@ -68,8 +69,8 @@ class Transport:
 
     A loop polls the sockets, calls :meth:`receive` until it returns None, and :meth:`tend` before it waits again.
     `keys`: of the attempt, or a password, which encrypts nothing. `heartbeat_seconds`: five without an answer are
-    silence. `advertise`: address that peers are told, if another. `refused`: messages and connections, by reason.
-    Raises PeerError: it cannot listen there.
+    silence. `advertise`: addresses that peers are told, if others. `refused`: messages and connections, by reason.
+    Payloads come at the port above `port`. Raises PeerError: it cannot listen there.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Transport:
         keys: PeerKeys | str | None,
         limits: Limits = Limits(),
         heartbeat_seconds: float = 1.0,
-        advertise: str | None = None,
+        advertise: tuple[str, str] | None = None,
     ) -> None:
         self.node = node
         self.incarnation = secrets.token_hex(8)
@@ -95,28 +96,44 @@ class Transport:
         self._acknowledge_at: float | None = None
         self._events: deque[Delivery | Met] = deque()
         self._pollers: list[zmq.Poller] = []
+        #: Peers whose messages wait for a payload, and whether :meth:`receive` has more to do without being woken.
+        self._held: dict[str, Peer] = {}
+        self._more = False
         self._context: Context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         try:
             self._doorkeeper = Doorkeeper(self._context, keys, self.refused)
             frame = min(limits.max_body, links.FRAME_BYTES)
-            largest = max(frame, limits.max_payload, links.ENVELOPE_BYTES) + 1024
+            largest = max(frame, links.ENVELOPE_BYTES) + 1024
             self._router = receiving_socket(self._context, keys, heartbeat_seconds, largest, ipv6=":" in host)
             self._doorkeeper.watch(self._router)
             bound = self._bind(host, port)
-            self.address = bound if advertise is None else advertise
+            self.address = bound if advertise is None else advertise[0]
             if not links.is_address(self.address):
                 raise PeerError(f"expected an address like tcp://host:port to be told to peers, found {self.address!r}")
+            self._bulk = self._open_bulk(bound, port, keys, advertise and advertise[1])
             self._directory = Directory(
                 node,
                 self.incarnation,
                 self.address,
                 limits.window_bytes,
                 partial(sending_socket, self._context, keys, heartbeat_seconds),
+                self._bulk,
             )
         except BaseException:  # closes what nobody else owns
             self._context.destroy(linger=0)
             raise
+
+    def _open_bulk(self, bound: str, port: int, keys: PeerKeys | str | None, advertise: str | None) -> Bulk:
+        where = bound.removeprefix("tcp://").rpartition(":")[0].strip("[]"), port and port + 1
+        patience = max(5.0, 10 * self._heartbeat_seconds)
+        try:
+            return Bulk(where, keys, self._limits.max_payload, patience, self.refused, advertise)
+        except (OSError, OverflowError) as error:
+            raise PeerError(
+                f"cannot listen on {where}: {error}; payloads come above peers.port: give one with a free one above it "
+                "(0: any)"
+            ) from error
 
     def _bind(self, host: str, port: int) -> str:
         if host in _WILDCARDS:
@@ -150,6 +167,7 @@ class Transport:
         """Drop a peer and what waits for it; this incarnation of it is not listened to any more."""
         self._directory.forget_peer(peer)
         self._owing.pop(peer, None)
+        self._held.pop(peer, None)
         self._events = deque(event for event in self._events if event.peer != peer)
 
     def peers(self) -> dict[str, Peer]:
@@ -180,19 +198,22 @@ class Transport:
 
     # Sending
 
-    def send(self, peer: str, body: bytes, payload: Payload = b"") -> None:
-        """Queue a message. The payload must not change until it is acknowledged. Raises PeerError or UsageError."""
+    def send(self, peer: str, body: bytes, *payload: Payload) -> None:
+        """Queue a message. Its payload, in parts, must not change until it is acknowledged.
+
+        Raises PeerError or UsageError.
+        """
         known = self._directory.peers.get(peer)
         if known is None:
             raise UsageError(f"no peer {peer!r} is connected; known are {sorted(self._directory.peers)}")
-        nbytes = memoryview(payload).nbytes
+        nbytes = sum(map(len, payload))
         limits = self._limits
         if len(body) > limits.max_body or nbytes > limits.max_payload:
             raise PeerError(
                 f"expected a body of at most {limits.max_body} bytes and a payload of at most {limits.max_payload}, "
                 f"found {len(body)} and {nbytes}; cut it into several messages"
             )
-        known.link.send(body, payload)
+        known.link.send(body, [piece for piece in payload if piece])
 
     def room(self, peer: str) -> int:
         """Bytes that may be sent to a peer now: its window less what it has not acknowledged; 0 before it is met."""
@@ -204,32 +225,62 @@ class Transport:
     def register(self, poller: zmq.Poller) -> None:
         """Have a poller wake up while there is something for :meth:`receive`."""
         if poller not in self._pollers:
-            for socket in (self._router, *self._doorkeeper.sockets):
-                poller.register(socket, zmq.POLLIN)
+            for source in (self._router, *self._doorkeeper.sockets, self._bulk.poll.fileno()):
+                poller.register(source, zmq.POLLIN)
             self._pollers.append(poller)
 
     def unregister(self, poller: zmq.Poller) -> None:
         """The reverse; a poller that is not registered stays as it is."""
         if poller in self._pollers:
-            for socket in (self._router, *self._doorkeeper.sockets):
-                poller.unregister(socket)
+            for source in (self._router, *self._doorkeeper.sockets, self._bulk.poll.fileno()):
+                poller.unregister(source)
             self._pollers.remove(poller)
 
     def receive(self) -> Delivery | Met | None:
         """The next message or event, then acknowledged; None: nothing is there, or much was refused."""
-        for _ in range(_REFUSALS_IN_ONE_CALL):
+        if not self._events:
+            self._bulk.give_back()
+            self._bulk.work()
+        for _ in range(_STEPS_IN_ONE_CALL):
             if self._events:
+                self._more = True
                 return self._events.popleft()
-            frames = self._read()
-            if frames is None:
+            if not self._take_held() and not self._take_frames():
                 break
-            reason = self._take_frames(frames) if frames else "malformed"
-            if reason is not None:
-                self.refused[reason] += 1
-        if self._events:
-            return self._events.popleft()
+        else:
+            self._more = True
+            return None
+        self._more = False
         self._doorkeeper.attend()
         return None
+
+    def _take_held(self) -> bool:
+        """Take a message whose payload is here, or that has none; False: there is none."""
+        for peer, known in self._held.items():
+            envelope, frames = known.held[0]
+            payload: Payload | str | None = b""
+            if isinstance(envelope, Data) and len(frames[-1].buffer) and known.link.wants(envelope):
+                said = b"".join(frame.buffer for frame in frames[:-1])
+                payload = self._bulk.take(envelope.incarnation, frames[-1].bytes, said)
+            if payload is not None:
+                known.held.popleft()
+                if not known.held:
+                    del self._held[peer]
+                reason = payload if isinstance(payload, str) else self._take(known, envelope, frames, payload)
+                self._count_refusal(reason)
+                return True
+        return False
+
+    def _count_refusal(self, reason: str | None) -> None:
+        if reason is not None:
+            self.refused[reason] += 1
+
+    def _take_frames(self) -> bool:
+        """Read a message; False: there is none."""
+        frames = self._read()
+        if frames is not None:
+            self._count_refusal(self._hold(frames) if frames else "malformed")
+        return frames is not None
 
     def _read(self) -> list[zmq.Frame] | None:
         """The frames of the next message, an empty list if they are too few or too many; None: there is none."""
@@ -247,7 +298,8 @@ class Transport:
                 frames.append(frame)
         return frames if count <= self._most_frames else []
 
-    def _take_frames(self, frames: Sequence[zmq.Frame]) -> str | None:
+    def _hold(self, frames: Sequence[zmq.Frame]) -> str | None:
+        """Put a message behind those of its peer that wait for a payload; or why not."""
         if len(frames[0].buffer) > links.ENVELOPE_BYTES:
             return "oversized"
         try:
@@ -261,20 +313,30 @@ class Transport:
         known = self._directory.find(envelope)
         if isinstance(known, str):
             return known
+        if len(known.held) >= 2 * MAX_ON_THE_WAY:
+            return "overrun"
+        known.link.heard |= envelope.incarnation == known.link.met
+        known.held.append((envelope, frames))
+        self._held[envelope.node] = known
+        return None
+
+    def _take(self, known: Peer, envelope: Data | State, frames: Sequence[zmq.Frame], payload: Payload) -> str | None:
         link = known.link
         before, content = link.met, None
         if isinstance(envelope, Data):
-            parts, payload = frames[1:-1], frames[-1]
-            nbytes, payload_bytes = sum(len(part.buffer) for part in parts), len(payload.buffer)
-            if nbytes > self._limits.max_body or payload_bytes > self._limits.max_payload:
+            parts = frames[1:-1]
+            nbytes = sum(len(part.buffer) for part in parts)
+            if nbytes > self._limits.max_body:
                 return "oversized"
-            reason = link.take_data(envelope, nbytes + payload_bytes)
+            reason = link.take_data(envelope, nbytes + len(payload))
             if reason is None:
                 body = parts[0].bytes if len(parts) == 1 else b"".join(part.buffer for part in parts)
-                content = Delivery(envelope.node, body, payload.buffer)
+                content = Delivery(envelope.node, body, payload)
             if link.owes:
                 self._owing[envelope.node] = link
         else:
+            if envelope.meant == link.own and envelope.incarnation not in link.retired:
+                known.lane.move(envelope.bulk)  # nobody else knows us by that name
             reason = self._directory.follow(known, envelope) or link.take_state(envelope)
         if link.met != before:
             self._events.append(Met(envelope.node, link.met))
@@ -327,7 +389,7 @@ class Transport:
         self.silent = frozenset(peer for peer, known in self._directory.peers.items() if known.silent)
         for peer in self.silent:
             self._directory.follow_hint(peer)
-        return max(0.0, min(due - now, self._acknowledge(now)))
+        return 0.0 if self._more else max(0.0, min(due - now, self._acknowledge(now)))
 
     def _interval(self, link: Link) -> float:
         return self._retry_seconds if link.down else self._heartbeat_seconds
@@ -338,4 +400,5 @@ class Transport:
             self.unregister(poller)
         self._directory.peers.clear()
         self._events.clear()
+        self._bulk.close()
         self._context.destroy(linger=0)

@@ -40,6 +40,11 @@ class Node:
         """The port that it listens on, whatever it tells others."""
         return int(self.transport._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2])
 
+    @property
+    def bulk_port(self) -> int:
+        """The same for payloads."""
+        return int(self.transport._bulk.listener.getsockname()[1])
+
     def bodies(self, peer: str | None = None) -> list[bytes]:
         return [each.body for each in self.received if peer in (None, each.peer)]
 
@@ -51,7 +56,8 @@ class Node:
             if isinstance(event, Met):
                 self.met.append(event)
             else:
-                self.received.append(event)
+                # The payload's memory is used again.
+                self.received.append(event._replace(payload=bytes(event.payload)))
 
 
 def drive(*nodes: Node, until: Callable[[], bool]) -> None:
@@ -118,12 +124,14 @@ def assert_nothing_is_left_beyond(before: tuple[int, int]) -> None:
 
 
 class Proxy:
-    """Forwards TCP connections to a port of this host."""
+    """Forwards TCP connections to a port of this host. What is done to it is done to the one `beside` it, too."""
 
-    def __init__(self, port: int, target: int) -> None:
+    def __init__(self, port: int, target: int, beside: Proxy | None = None) -> None:
+        self.beside = beside
+        self.change: Callable[[bytes], bytes] = bytes  # of what clients sent
         self.captured: list[bytearray] = []  # what clients sent, by connection
         self.cuts = 0  # connections that were cut
-        self.stopped = False  # it forwards and accepts nothing
+        self._stopped = False
         self._target = target
         self._server = socket.create_server(("127.0.0.1", port))
         self.address = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
@@ -136,12 +144,27 @@ class Proxy:
         self._thread = threading.Thread(target=self._run, name="proxy")
         self._thread.start()
 
+    @property
+    def stopped(self) -> bool:
+        """It forwards and accepts nothing."""
+        return self._stopped
+
+    @stopped.setter
+    def stopped(self, stopped: bool) -> None:
+        self._stopped = stopped
+        if self.beside is not None:
+            self.beside.stopped = stopped
+
     def cut(self) -> None:
         """End all connections at once; undelivered data is lost."""
+        if self.beside is not None:
+            self.beside.cut()
         self._orders.append("cut")
         self._waker.send(b".")
 
     def close(self) -> None:
+        if self.beside is not None:
+            self.beside.close()
         self._orders.append("close")
         self._waker.send(b".")
         self._thread.join(PATIENCE_SECONDS)
@@ -191,7 +214,7 @@ class Proxy:
             if data:
                 if capture is not None and len(capture) < 1 << 20:
                     capture += data
-                other.sendall(data)
+                other.sendall(data if capture is None else self.change(data))
                 return
         except OSError:
             pass
