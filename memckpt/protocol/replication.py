@@ -12,7 +12,7 @@ from memckpt.state.spec import StateSpec
 
 
 class PeerKeys(msgspec.Struct, frozen=True, array_like=True):
-    """CURVE keys of one attempt, in printable form, and a secret for payloads. Agents of the job have them, no others."""
+    """CURVE keys of one attempt, in printable form, and a secret for payloads. All agents of the job have them."""
 
     server_public: str
     server_secret: str

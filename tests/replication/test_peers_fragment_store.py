@@ -64,7 +64,7 @@ class Shelf:
     ) -> Stored | NotStored | None:
         size = STRIPE_BYTES if stripe < stripes - 1 else 100
         fragment, payload = sealed(record, stripe, stripes, (content * size)[:size], **other)
-        return self.fragment_store.put(fragment, 100 + record, payload)
+        return self.fragment_store.put([fragment], 100 + record, payload)
 
     @property
     def window(self) -> KeptWindow:
@@ -90,6 +90,22 @@ def sealed(
         code, data, generation=generation, owner=(0, 1), record=record, stripe=stripe, stripes=stripes
     )[index]
     return fragment, bytes(payload)
+
+
+def test_fragments_that_come_together_are_kept_one_by_one(records: Records) -> None:
+    shelf = opened(records)
+    stripes = [sealed(3, stripe, 3, b"x" * (STRIPE_BYTES if stripe < 2 else 100)) for stripe in range(3)]
+    fragments, payload = [one for one, _ in stripes], b"".join(each for _, each in stripes)
+    damaged = bytearray(payload)
+    damaged[len(stripes[0][1])] ^= 1  # of the second one
+    answer = shelf.fragment_store.put(fragments, 103, damaged)
+    assert isinstance(answer, NotStored)
+    assert shelf.records() == []
+    assert shelf.fragment_store.put(fragments[:2], 103, payload) is not None  # longer than what it says
+    assert shelf.fragment_store.put(fragments, 103, payload) == Stored((0, 1), "g", 3)
+    assert shelf.fragment_store.put([], 103, b"") is None
+    for stripe, (_, piece) in enumerate(stripes):
+        assert bytes(shelf.window.fragment(3, stripe)[1]) == piece
 
 
 def test_a_record_is_kept_when_all_of_it_is_here(records: Records) -> None:
@@ -168,7 +184,7 @@ def test_whole_records_are_found_by_who_maps_their_memory_later(records: Records
     assert sorted(kept.records) == list(range(4, 4 + most))
     assert content(holder) == expected
     fragment, payload = sealed(4 + most, 0, 1, b"y" * 100)
-    assert holder.put(fragment, 0, payload) == Stored((0, 1), "g", 4 + most)
+    assert holder.put([fragment], 0, payload) == Stored((0, 1), "g", 4 + most)
     assert holder.held(lambda window: None)[0].records == tuple(range(5, 5 + most))
     holder.drop_all()
     assert agent.rooms == {}
@@ -356,7 +372,7 @@ def test_a_fragment_that_cannot_be_is_refused(records: Records) -> None:
     fragment, payload = sealed(3, 0, 1, stripe)
     wrong += [(fragment, payload[:-1]), (fragment, b""), (msgspec.structs.replace(fragment, record=4), payload)]
     for number, (fragment, payload) in enumerate(wrong):
-        answer = shelf.fragment_store.put(fragment, 3, payload)
+        answer = shelf.fragment_store.put([fragment], 3, payload)
         assert isinstance(answer, NotStored), number
         assert "a fragment of it came damaged" in answer.reason
     assert shelf.records() == []

@@ -308,11 +308,11 @@ def test_what_is_still_coming_is_acknowledged_though_nobody_needs_it_any_more(lo
         job.deliver((holder, owner))
         job.deliver((owner, holder))
         message = None
-        while not isinstance(message, Put) or message.fragment.stripes == 1:
+        while not isinstance(message, Put) or message.fragments[-1].stripe == message.fragments[-1].stripes - 1:
             job.work(owner)
             message = job.deliver((owner, holder))
-        assert message.fragment.stripe == 0
-        job.places[theirs].fragment_store.watermark_advanced(message.fragment.record + job.setting.period, False)
+        assert message.fragments[0].stripe == 0
+        job.places[theirs].fragment_store.watermark_advanced(message.fragments[0].record + job.setting.period, False)
         job.settle()
         _step(job, lambda words: None)
         job.settle()

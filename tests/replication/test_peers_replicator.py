@@ -245,7 +245,7 @@ FRAGMENTS = st.builds(
     Fragment, GENERATIONS, OWNERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS, DIGESTS, DIGESTS
 )
 MESSAGES: st.SearchStrategy[Any] = st.one_of(
-    st.builds(Put, FRAGMENTS, NUMBERS),
+    st.builds(Put, st.lists(FRAGMENTS, max_size=3).map(tuple), NUMBERS),
     st.builds(Abandon, OWNERS, GENERATIONS, NUMBERS),
     st.builds(Stored, OWNERS, GENERATIONS, NUMBERS),
     st.builds(NotStored, OWNERS, GENERATIONS, NUMBERS, st.just("because"), st.booleans()),
@@ -387,7 +387,7 @@ class Wire:
     def connect(self, peer: str, address: str) -> None:
         assert address == PLAN[peer]
 
-    def send(self, peer: str, body: bytes, payload: bytes) -> None:
+    def send(self, peer: str, body: bytes, *payload: bytes) -> None:
         self.sent.append((peer, decode(body)))
 
 

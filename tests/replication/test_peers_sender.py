@@ -15,6 +15,7 @@ from memckpt.replication.coding.code import STRIPE_BYTES, Code, check
 from memckpt.replication.keeping.kept_window import WindowSizes
 from memckpt.replication.keeping.outgoing import Outgoing
 from memckpt.replication.keeping.sender import Sender
+from memckpt.replication.transport.links import Pieces
 from memckpt.replication.transport.messages import Abandon, Kept, NotStored, Open, Put, Stored, Window, WireMessage
 
 CODE = Code(1, 3)
@@ -66,7 +67,7 @@ class Shelf:
     abandoned: list[int] = field(default_factory=list)
     taken: int = 0
 
-    def take(self, message: WireMessage, payload: bytes) -> Stored | Kept | None:
+    def take(self, message: WireMessage, payload: Pieces) -> Stored | Kept | None:
         match message:
             case Open(told):
                 known = any(generation == told.generation for generation, _ in self.opened)
@@ -77,16 +78,17 @@ class Shelf:
             case Abandon(_, generation, record):
                 self.abandoned.append(record)
                 self.parts.pop((generation, record), None)
-            case Put(fragment, step):
-                assert check(fragment, payload, owner=RANKS) == ""
-                assert step == 100 + fragment.record
-                assert (fragment.generation, fragment.index) == self.opened[-1]
-                key = fragment.generation, fragment.record
-                self.taken += 1
-                self.parts[key][fragment.stripe] = payload
-                if len(self.parts[key]) == fragment.stripes:
-                    self.whole[key] = b"".join(each for _, each in sorted(self.parts.pop(key).items()))
-                    return Stored(RANKS, *key)
+            case Put(fragments, step):
+                for fragment, piece in zip(fragments, payload, strict=True):
+                    assert check(fragment, piece, owner=RANKS) == ""
+                    assert step == 100 + fragment.record
+                    assert (fragment.generation, fragment.index) == self.opened[-1]
+                    key = fragment.generation, fragment.record
+                    self.taken += 1
+                    self.parts[key][fragment.stripe] = bytes(piece)
+                    if len(self.parts[key]) == fragment.stripes:
+                        self.whole[key] = b"".join(each for _, each in sorted(self.parts.pop(key).items()))
+                        return Stored(RANKS, *key)
             case _:
                 raise AssertionError(message)
         return None
@@ -110,8 +112,8 @@ class Sent:
         self.owner = Sender(RANKS, CODE, HOLDERS, self._send, lambda name: self.shelves[name].room, 0)
         self.slots = Slots(base)
 
-    def _send(self, peer: str, message: WireMessage, payload: memoryview | bytes) -> None:
-        answer = self.shelves[peer].take(message, bytes(payload))
+    def _send(self, peer: str, message: WireMessage, payload: Pieces) -> None:
+        answer = self.shelves[peer].take(message, payload)
         if answer is not None:
             self.said.append((peer, answer))
 
@@ -453,3 +455,25 @@ def test_whatever_happens_all_that_holders_have_is_right(
     needed = {(str(generation), one) for one in (*range(record + 1, record + 1 + PERIOD), *[STATIC] * static)}
     assert all(needed <= shelf.whole.keys() for shelf in sent.shelves.values())
     sent.check()
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(1 << 20, [2]), (STRIPE_BYTES, [1, 1])])
+def test_what_may_go_at_once_is_one_message(limit: int, expected: list[int]) -> None:
+    """Each message costs its own, so the fragments of both stripes go together where both may go."""
+    sent = Sent()
+    sent.begin(static=False)
+    counts: list[int] = []
+    shelf, take = sent.shelves["x"], sent.shelves["x"].take
+
+    def count(message: WireMessage, payload: Pieces) -> Stored | Kept | None:
+        if isinstance(message, Put):
+            counts.append(len(message.fragments))
+        return take(message, payload)
+
+    shelf.take = count  # type: ignore[method-assign]
+    sent.meet("x")
+    while sent.owner.wants:
+        sent.owner.pump(limit)
+    assert counts == expected * PERIOD
+    assert len(shelf.whole) == PERIOD
+    shelf.check()

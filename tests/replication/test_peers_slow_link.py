@@ -9,6 +9,7 @@ from memckpt.replication.coding.code import STRIPE_BYTES, Code
 from memckpt.replication.keeping.kept_window import WindowSizes
 from memckpt.replication.keeping.outgoing import Outgoing
 from memckpt.replication.keeping.sender import Sender
+from memckpt.replication.transport.links import Pieces
 from memckpt.replication.transport.messages import Abandon, Put, Stored, Window, WireMessage
 
 RANKS = (0,)
@@ -60,12 +61,12 @@ class Link:
         if begun:
             self.carry_all()
 
-    def _take(self, holder: str, message: WireMessage, payload: memoryview | bytes) -> None:
+    def _take(self, holder: str, message: WireMessage, payload: Pieces) -> None:
         match message:
-            case Put(fragment):
+            case Put([*_, fragment] as fragments):
                 record = fragment.record
                 self.started.add(record)
-                self._parts[record] = self._parts.get(record, 0) + 1
+                self._parts[record] = self._parts.get(record, 0) + len(fragments)
                 if self._parts[record] == fragment.stripes:
                     self.whole.add(record)
                     self._said.append(Stored(RANKS, "g", record))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -12,7 +12,7 @@ from memckpt.memory.budget import check_budget
 from memckpt.memory.region import AT_ONCE_BYTES, Region, Reservation, bytes_being_reserved
 from memckpt.protocol.channel import ReplicatorChannel
 from memckpt.protocol.replication import KeepRoom, LetGoOfRoom
-from memckpt.replication.coding.code import STRIPE_BYTES, Code, Fragment, check
+from memckpt.replication.coding.code import STRIPE_BYTES, Code, Fragment, Payload, check
 from memckpt.replication.keeping.kept_window import BeingReservedError, KeptWindow, Room, Rooms
 from memckpt.replication.transport.messages import Kept, NotStored, Stored, Window
 from memckpt.state.records import HeldFragments, RankGroup
@@ -138,8 +138,22 @@ class FragmentStore:
         if window is not None:
             self._drop(window)
 
-    def put(self, fragment: Fragment, step: int, payload: memoryview | bytes) -> Stored | NotStored | None:
-        """Copy a fragment; the answer that its owner is to get, if any."""
+    def put(self, fragments: Sequence[Fragment], step: int, payload: Payload) -> Stored | NotStored | None:
+        """Copy fragments of whole stripes, but for the last one; the answer that their owner is to get, if any."""
+        rest, answer = memoryview(payload), None
+        for fragment in fragments:
+            nbytes = (
+                len(rest)
+                if self._code is None or fragment is fragments[-1]
+                else self._code.fragment_bytes(STRIPE_BYTES)
+            )
+            answer = self._put(fragment, step, rest[:nbytes])
+            if isinstance(answer, NotStored):
+                break
+            rest = rest[nbytes:]
+        return answer
+
+    def _put(self, fragment: Fragment, step: int, payload: Payload) -> Stored | NotStored | None:
         key = fragment.owner, fragment.generation
         window = self._windows.get(key)
         if window is None or window.window.attempt != self._attempt or self._code is None:

@@ -16,19 +16,20 @@ from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import STRIPE_BYTES, Code, Fragment, Payload, seal_stripe
 from memckpt.replication.keeping.outgoing import Outgoing, Stripes
 from memckpt.replication.keeping.stream import MAX_REASON_CHARS, OPEN, Stream
+from memckpt.replication.transport.links import Pieces
 from memckpt.replication.transport.messages import Abandon, Kept, NotStored, Open, Put, Stored, WireMessage
 from memckpt.state.records import RankGroup
 
 #: Encoded stripes that are kept for streams that are a little behind the first.
 _CACHED_STRIPES = 32
+#: Stripes of which a holder is sent its fragments at once, and their bytes, at most: each message costs its own.
+_MOST_STRIPES, _PUT_BYTES = 16, 1 << 20
 
 
 class StripeWriter:
     """Encodes the records of one set of shards, each stripe once, and sends their fragments to the holders."""
 
-    def __init__(
-        self, ranks: RankGroup, code: Code, send: Callable[[str, WireMessage, memoryview | bytes], None]
-    ) -> None:
+    def __init__(self, ranks: RankGroup, code: Code, send: Callable[[str, WireMessage, Pieces], None]) -> None:
         self._ranks, self._code, self._send = ranks, code, send
         self._encoded: OrderedDict[tuple[str, int, int], list[tuple[Fragment, Payload]]] = OrderedDict()
         #: Bytes sent of records that some holder still lacks, by generation and record.
@@ -37,24 +38,37 @@ class StripeWriter:
 
     def open(self, holder: str, index: int, outgoing: Outgoing) -> None:
         """Tell a holder that a generation begins."""
-        self._send(holder, Open(msgspec.structs.replace(outgoing.window, index=index)), b"")
+        self._send(holder, Open(msgspec.structs.replace(outgoing.window, index=index)), ())
 
     def abandon(self, holder: str, outgoing: Outgoing, record: int) -> None:
-        self._send(holder, Abandon(self._ranks, outgoing.generation, record), b"")
+        self._send(holder, Abandon(self._ranks, outgoing.generation, record), ())
 
-    def put(self, holder: str, index: int, outgoing: Outgoing, record: int, stripe: int) -> tuple[int, bool] | None:
-        """Send a holder its fragment of a stripe; returns its bytes, and whether it was the last. None: it is gone."""
+    def put(self, stream: Stream, outgoing: Outgoing, record: int, limit: int) -> tuple[int, bool] | None:
+        """Send a holder its fragments of the next stripes: one, or up to `limit` bytes.
+
+        Returns the bytes, and whether it was sent all; None: the record is gone.
+        """
         blob = outgoing.blob(record)
         if blob is None:
             return None
-        last = stripe == blob.stripes - 1
-        fragment, payload = self._encode(outgoing, record, stripe, blob)[index]
+        first, nbytes = stream.stripe, 0
+        found: list[tuple[Fragment, Payload]] = []
+        while stream.stripe < min(blob.stripes, first + _MOST_STRIPES):
+            one = self._encode(outgoing, record, stream.stripe, blob)[stream.index]
+            if found and nbytes + len(one[1]) > limit:
+                break
+            found.append(one)
+            nbytes += len(one[1])
+            stream.stripe += 1
+        last = stream.stripe == blob.stripes
         if last and not outgoing.source.intact(record):
+            stream.stripe = first
             return None
-        self._send(holder, Put(fragment, outgoing.source.step(record)), payload)
+        fragments, payload = zip(*found, strict=True)
+        self._send(stream.holder, Put(fragments, outgoing.source.step(record)), payload)
         key = outgoing.generation, record
-        self._sent_of[key] = self._sent_of.get(key, 0) + len(payload)
-        return len(payload), last
+        self._sent_of[key] = self._sent_of.get(key, 0) + nbytes
+        return nbytes, last
 
     def _encode(self, outgoing: Outgoing, record: int, stripe: int, blob: Stripes) -> list[tuple[Fragment, Payload]]:
         key = outgoing.generation, record, stripe
@@ -111,7 +125,7 @@ class Sender:
         ranks: RankGroup,
         code: Code,
         holders: Sequence[str],
-        send: Callable[[str, WireMessage, memoryview | bytes], None],
+        send: Callable[[str, WireMessage, Pieces], None],
         room: Callable[[str], int],
         record: int,
         proceeds: bool = False,
@@ -365,13 +379,13 @@ class Sender:
             progress = False
             for stream in self._streams:
                 if stream.queue and self._room(stream.holder) > 0:
-                    nbytes = self._send_next(stream)
+                    nbytes = self._send_next(stream, min(limit, _PUT_BYTES))
                     stream.rate.note_sent(nbytes)
                     sent += nbytes
                     progress = True
         return sent
 
-    def _send_next(self, stream: Stream) -> int:
+    def _send_next(self, stream: Stream, limit: int) -> int:
         outgoing, record = stream.queue[0]
         if record is OPEN:
             stream.pop()
@@ -380,11 +394,10 @@ class Sender:
         if self._comes_too_late(stream, outgoing, record):
             self._go_to_newest(stream, outgoing)
             return 0
-        sent = self._writer.put(stream.holder, stream.index, outgoing, record, stream.stripe)
+        sent = self._writer.put(stream, outgoing, record, limit)
         if sent is None:
             self._skip(stream, outgoing, record)
             return 0
-        stream.stripe += 1
         nbytes, last = sent
         if last:
             stream.pop()

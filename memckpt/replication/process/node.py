@@ -142,7 +142,7 @@ class ReplicationNode:
                 if answer is not None:
                     self.mail.send(peer, answer)
             case messages.Put():
-                stored = self.store.put(message.fragment, message.step, payload)
+                stored = self.store.put(message.fragments, message.step, payload)
                 if stored is not None:
                     self.mail.send(peer, stored)
             case messages.Abandon():

@@ -261,7 +261,8 @@ class Answering:
         """Answer questions of a peer, as far as it has room."""
         waiting = self._waiting[peer]
         while waiting and mail.room(peer) > 0:
-            mail.send(peer, *self.find_answer(waiting.popleft(), store))
+            message, payload = self.find_answer(waiting.popleft(), store)
+            mail.send(peer, message, [payload])
         if not waiting:
             del self._waiting[peer]
 

@@ -14,6 +14,7 @@ from memckpt.replication.coding.placement import place
 from memckpt.replication.keeping.sender import Sender
 from memckpt.replication.pacing.pace import Pacer
 from memckpt.replication.transport import messages
+from memckpt.replication.transport.links import Pieces
 from memckpt.replication.transport.transport import Delivery, Transport
 
 
@@ -80,9 +81,10 @@ class NodePlan:
                 if window.by_value and (window.private or job.every_steps == 1):
                     return "no state by value of it is planned"
             case messages.Put() | messages.Abandon():
-                owner = message.fragment.owner if isinstance(message, messages.Put) else message.owner
-                if self._kept.get(owner, ("", 0))[0] != peer:
-                    return f"ranks {list(owner)} are not on it"
+                told = message.fragments if isinstance(message, messages.Put) else (message,)
+                for owner in {one.owner for one in told}:
+                    if self._kept.get(owner, ("", 0))[0] != peer:
+                        return f"ranks {list(owner)} are not on it"
             case messages.Stored() | messages.Kept() | messages.NotStored():
                 if message.owner not in self.own or peer not in self.holders:
                     return f"it keeps nothing of ranks {list(message.owner)} for this node"
@@ -133,14 +135,14 @@ class Mail:
         address = self._transport.address_of(peer)
         return None if address in (None, self._addresses.get(peer)) else messages.Whereabouts(peer, address)
 
-    def send(self, peer: str, message: messages.WireMessage, payload: bytes | memoryview = b"") -> None:
+    def send(self, peer: str, message: messages.WireMessage, payload: Pieces = ()) -> None:
         """Give a message to a peer, or to this node."""
         if peer == self._node:
-            self.loopback.append(Delivery(peer, messages.encode(message), bytes(payload)))
+            self.loopback.append(Delivery(peer, messages.encode(message), b"".join(payload)))
             return
         self.connect(peer)
         try:
-            self._transport.send(peer, messages.encode(message), payload)
+            self._transport.send(peer, messages.encode(message), *payload)
         except PeerError as error:
             # The peer does not drain its queue: drop it, and resynchronize when it reconnects.
             _log.warning("dropping peer %s: %s", peer, error)

@@ -36,9 +36,9 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
 
 
 class Put(msgspec.Struct, frozen=True, tag="put"):
-    """Sender to holder: a fragment, whose bytes come beside; `step` is the framework's of its record."""
+    """Sender to holder: fragments of one record, whose bytes come beside; `step` is the framework's of the record."""
 
-    fragment: Fragment
+    fragments: tuple[Fragment, ...]
     step: int
 
 

@@ -260,9 +260,9 @@ class Network:
         }
         self._unnoticed: set[tuple[str, str]] = set()
 
-    def send(self, sender: str, receiver: str, body: bytes, payload: Any) -> None:
+    def send(self, sender: str, receiver: str, body: bytes, payload: bytes) -> None:
         if (sender, receiver) not in self._unnoticed:
-            self.queues[sender, receiver].append((body, bytes(payload)))
+            self.queues[sender, receiver].append((body, payload))
 
     def restart(self, node: str) -> None:
         for (sender, receiver), queue in self.queues.items():
@@ -298,8 +298,8 @@ class Port:
 
     address_of = connect
 
-    def send(self, peer: str, body: bytes, payload: Any) -> None:
-        self._network.send(self._node, peer, body, payload)
+    def send(self, peer: str, body: bytes, *payload: bytes | memoryview) -> None:
+        self._network.send(self._node, peer, body, b"".join(payload))
 
     in_flight_bytes = 0
 

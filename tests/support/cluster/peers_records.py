@@ -189,8 +189,8 @@ class Node:
         match message:
             case messages.Open(window):
                 return self.fragment_store.open(window)
-            case messages.Put(fragment, step):
-                return self.fragment_store.put(fragment, step, payload)
+            case messages.Put(fragments, step):
+                return self.fragment_store.put(fragments, step, payload)
         raise AssertionError(message)
 
     def answer(self, question: messages.WireMessage) -> tuple[messages.WireMessage, Bytes]:
@@ -209,8 +209,8 @@ def spread(records: Records, code: Code, nodes: Sequence[Node], *, private: bool
     for node in nodes:
         node.fragment_store.begin_attempt("a1", 0, code)
 
-    def send(peer: str, message: messages.WireMessage, payload: Bytes) -> None:
-        told.append((peer, by_name[peer].take(message, payload)))
+    def send(peer: str, message: messages.WireMessage, payload: Sequence[Bytes]) -> None:
+        told.append((peer, by_name[peer].take(message, b"".join(payload))))
 
     owner = Sender(records.spec.local_ranks, code, list(by_name), send, lambda peer: 1, 0)
     window = records.window("g", code, private=private)

@@ -40,7 +40,7 @@ class Line:
     def receive(self) -> Delivery | Met | None:
         return self.come.popleft() if self.come else None
 
-    def send(self, peer: str, body: bytes, payload: bytes | memoryview = b"") -> None:
+    def send(self, peer: str, body: bytes, *payload: bytes | memoryview) -> None:
         assert peer in NODES, "its address is unknown"
         self.sent[peer].append(messages.decode(body))
 
@@ -146,7 +146,7 @@ class Node:
         rank = other.pop("rank", NODES.index(owner))
         place = {"generation": "g" + owner, "owner": (rank,), "record": record, "stripe": 0, "stripes": 1}
         fragment, payload = seal_stripe(self.code, b"data of " + owner.encode(), **place)[self.index(owner)]
-        return messages.Put(msgspec.structs.replace(fragment, **other), 100), bytes(payload)
+        return messages.Put((msgspec.structs.replace(fragment, **other),), 100), bytes(payload)
 
     def keep(self, owner: str, record: int) -> list[messages.WireMessage]:
         put, payload = self.put(owner, record)
