@@ -11,6 +11,7 @@ from benchmarks.harness.command import Options, run
 #: Order: benchmarks sensitive to noise first, the longest last.
 NAMES = (
     "hot_paths",
+    "wire",
     "stall",
     "peers_traffic",
     "restore_time",
