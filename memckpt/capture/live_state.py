@@ -328,8 +328,10 @@ class LiveState:
 
     # What appears, grows or goes while training runs
 
-    def _kinds(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors().items()}
+    def _kinds(self) -> dict[str, str | tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each tensor by its name; its name by each further place of the modules that holds it."""
+        kinds = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors().items()}
+        return {**self._state_dict_keys(every=True), **kinds}
 
     def follow(self) -> None:
         """Look for tensors that are new, gone or replaced; called in each commit, before anything is described."""
@@ -426,7 +428,8 @@ class LiveState:
         if not described:
             return
         device = next(iter(self.tensors().values())).device
-        for name, kind, *rest in described:
+        # What others are tied to is made first.
+        for name, kind, *rest in sorted(described, key=lambda one: one[1] == "tied"):
             if kind == "let go":
                 self._let_go(name, tuple(rest[0]), dtype_of(rest[1]), rest[2])
                 continue
@@ -440,7 +443,12 @@ class LiveState:
                     held.update({key: None} if key in held else {})
                 continue
             if kind == "tied":
-                module._parameters[key] = self.tensors()[rest[0]]  # type: ignore[assignment]  # a parameter
+                tensor = self.tensors()[rest[0]]
+                tied, other = module._buffers, module._parameters
+                if isinstance(tensor, nn.Parameter):
+                    tied, other = other, tied
+                other.pop(key, None)
+                tied[key] = tensor
                 continue
             shape, dtype, on_host, persistent = tuple(rest[0]), dtype_of(rest[1]), rest[2], rest[3]
             other = module._buffers if kind == "parameter" else module._parameters

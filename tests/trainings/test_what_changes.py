@@ -223,6 +223,87 @@ def test_a_tied_weight_that_becomes_two(lab: Lab, own: str) -> None:
     survives(lab, lambda process: process.train(untied), KILLS, kind=Tied)
 
 
+class Averages(nn.Module):
+    """Three buffers, of which the first changes in place; all count."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.one, self.two, self.three = (nn.BatchNorm1d(1, affine=False) for _ in range(3))
+        if tied:
+            self.three.running_mean = self.one.running_mean
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        means = [self.one.running_mean, self.two.running_mean, self.three.running_mean]
+        with torch.no_grad():
+            means[0].mul_(0.9).add_(x.mean(), alpha=0.1)
+            means[1].mul_(0.8).add_(x.mean(), alpha=0.2)
+        return x + means[0] + 2 * means[1] + 3 * means[2]
+
+
+class WithAverages(Changing):
+    tied: ClassVar[bool]
+
+    def objects(self) -> tuple[Any, Any]:
+        model, optimizer = super().objects()
+        model.frozen = Averages(self.tied)
+        return model, optimizer
+
+
+class TiedAverages(WithAverages):
+    tied = True
+
+
+class OwnAverages(WithAverages):
+    tied = False
+
+
+def tie_averages(process: Changing, step: int) -> None:
+    if step == 4:
+        process.model.frozen.three.running_mean = process.model.frozen.one.running_mean
+
+
+def tie_other_averages(process: Changing, step: int) -> None:
+    """The names that tensors have are as before."""
+    if step == 4:
+        process.model.frozen.three.running_mean = process.model.frozen.two.running_mean
+
+
+def tie_resized_averages(process: Changing, step: int) -> None:
+    if step == 2:
+        process.model.frozen.three.running_mean = torch.ones(3, 4)
+    if step == 4:
+        process.model.frozen.three.running_mean = process.model.frozen.one.running_mean
+    if step == 7:
+        process.model.frozen.three.running_mean = process.model.frozen.three.running_mean * 0.5
+
+
+def untie_averages(process: Changing, step: int) -> None:
+    if step == 4:
+        process.model.frozen.three.running_mean = process.model.frozen.one.running_mean.clone()
+    if step == 7:
+        process.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+@pytest.mark.promise(
+    "buffers and parameters, also replaced, resized, tied or late ones in modules that a new process has; "
+    "averaged models outside the model"
+)
+@pytest.mark.parametrize("check", ["off", "replay"])
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        (OwnAverages, tie_averages),
+        (OwnAverages, tie_other_averages),
+        (OwnAverages, tie_resized_averages),
+        (TiedAverages, tie_other_averages),
+        (TiedAverages, untie_averages),
+    ],
+    ids=lambda one: one.__name__,
+)
+def test_buffers_that_are_tied_or_become_two(lab: Lab, kind: type[Changing], change: Change, check: str) -> None:
+    survives(lab, lambda process: process.train(change), KILLS, check, kind=kind)
+
+
 class Viewed(Changing):
     """A buffer is in the memory of a weight."""
 

@@ -164,13 +164,14 @@ class ModuleTree:
     def moved(self) -> bool:
         """Whether modules or parameters have been replaced, added or removed since the last call, or buffers by others.
 
-        Not where a buffer is replaced by one of the same shape, as in ``self.mean = 0.9 * self.mean``.
+        Not where a buffer is replaced by one of the same shape, as in ``self.mean = 0.9 * self.mean``. But where that
+        is another module's, or was until then.
         """
         held, kinds = self._describe_tree()
         buffers = _values(self._buffers)
         # `resize_()` leaves a buffer what it is.
         same = _identical(held, self._seen[0]) and kinds == self._seen[1] and _sizes(buffers) == self._seen_sizes
-        if same and len(buffers) == len(self._seen_buffers) and all(map(_alike, buffers, self._seen_buffers)):
+        if same and _all_alike(buffers, self._seen_buffers):
             self._seen_buffers = buffers
             return False
         self._walk()
@@ -323,6 +324,18 @@ def _sizes(tensors: list[Any]) -> list[int]:
 
 def _is_there(tensor: Any) -> bool:
     return tensor is not None
+
+
+def _all_alike(now: list[Any], before: list[Any]) -> bool:
+    if _identical(now, before):
+        return True
+    return len(now) == len(before) and all(map(_alike, now, before)) and _first_places(now) == _first_places(before)
+
+
+def _first_places(tensors: list[Any]) -> list[int]:
+    """Where each is for the first time: equal lists have the same places tied."""
+    first: dict[int, int] = {}
+    return [first.setdefault(id(one), place) for place, one in enumerate(tensors)]
 
 
 def _alike(now: torch.Tensor | None, before: torch.Tensor | None) -> bool:
