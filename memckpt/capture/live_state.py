@@ -444,11 +444,9 @@ class LiveState:
                 continue
             if kind == "tied":
                 tensor = self.tensors()[rest[0]]
-                tied, other = module._buffers, module._parameters
-                if isinstance(tensor, nn.Parameter):
-                    tied, other = other, tied
-                other.pop(key, None)
-                tied[key] = tensor
+                dicts: list[dict[str, Any]] = [module._buffers, module._parameters]
+                dicts.pop(isinstance(tensor, nn.Parameter))[key] = tensor
+                dicts[0].pop(key, None)
                 continue
             shape, dtype, on_host, persistent = tuple(rest[0]), dtype_of(rest[1]), rest[2], rest[3]
             other = module._buffers if kind == "parameter" else module._parameters

@@ -7,7 +7,6 @@ import logging
 import operator
 import os
 import sys
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

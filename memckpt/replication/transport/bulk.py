@@ -142,7 +142,7 @@ class Incoming(_End):
                 yield memoryview(b"")
                 self._here = self._lent = False
 
-    def take(self, lane: bytes, number: int, nbytes: int, said: bytes) -> memoryview | str | None:
+    def take_payload(self, lane: bytes, number: int, nbytes: int, said: bytes) -> memoryview | str | None:
         """A payload, lent until :meth:`give_back`; why it is lost; None: it is not here yet."""
         if lane != self._lane or number < self._number + self._lent:
             return "payload lost"
@@ -379,13 +379,13 @@ class Bulk:
         if self._lanes.get(incoming.link) is incoming:
             del self._lanes[incoming.link]
 
-    def take(self, incarnation: str, ticket: bytes, said: bytes) -> memoryview | str | None:
+    def take_payload(self, incarnation: str, ticket: bytes, said: bytes) -> memoryview | str | None:
         """A payload, lent until :meth:`give_back`; why there is none; None: it is not here yet."""
         if len(ticket) != _TICKET.size:
             return "malformed"
         lane, number, nbytes = _TICKET.unpack(ticket)
         incoming = self._lanes.get(_link_id(incarnation))
-        payload = "payload lost" if incoming is None else incoming.take(lane, number, nbytes, said)
+        payload = "payload lost" if incoming is None else incoming.take_payload(lane, number, nbytes, said)
         if isinstance(payload, memoryview):
             self._lent = incoming
         return payload

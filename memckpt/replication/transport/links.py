@@ -1,8 +1,9 @@
 """One pair of replicators: numbering, acknowledging, sending again. No sockets, no clock.
 
 Messages go out in the order of their numbers, and a connection keeps it; only what is on its way when a connection ends
-is lost, or comes without its payload. So whoever receives sees each loss as a gap, at the latest in the next state, and asks for all from there on;
-the sender never guesses by time. Each going back begins a new turn, by which both ignore what was said of an older one.
+is lost, or comes without its payload. So a receiver sees each loss as a gap, at the latest in the next state, and asks
+for all from there on; the sender never guesses by time. Each going back begins a new turn, by which both ignore what
+was said of an older one.
 
 An acknowledgement here bounds what is on its way. That a record is stored is another message, which comes later.
 """

@@ -261,7 +261,7 @@ class Transport:
             payload: Payload | str | None = b""
             if isinstance(envelope, Data) and len(frames[-1].buffer) and known.link.wants(envelope):
                 said = b"".join(frame.buffer for frame in frames[:-1])
-                payload = self._bulk.take(envelope.incarnation, frames[-1].bytes, said)
+                payload = self._bulk.take_payload(envelope.incarnation, frames[-1].bytes, said)
             if payload is not None:
                 known.held.popleft()
                 if not known.held:
