@@ -225,6 +225,7 @@ class RankState:
             "unrepeatable": self.unrepeatable or self.never_repeatable,
             "inexact": [*self._inexact],
             "views": self._live.views(),
+            "written": sorted(self._live.growth.written),
             "hooked": describe_hooked(self._live),
             "variables": self._variables.samples,
             "drawn": self._variables.drawn,
