@@ -113,6 +113,11 @@ class Protection:
             # The dead attempt had written the start of the generation, and its slots do not fit.
             self._lose(record, str(error))
             self._recorder.begin_record(None, record + 1)
+        except MemckptError:
+            raise
+        except BaseException as error:  # an interrupt, too, which leaves the next record's anchors half staged
+            self._stumble(record, error)
+            self.begin_next_unless_begun(record)
 
     def lose_agent(self, point: RestorePoint, reason: str) -> None:
         """Close the connection, and try a new agent if that is due."""

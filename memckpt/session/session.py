@@ -637,9 +637,15 @@ class Session:
 
     def _end_repetition(self, point: RestorePoint) -> None:
         """End the repeated step of the resumed record: compare, and go on from the held state."""
-        writer, lost = self._first_steps.end_repetition(point), ""
+        try:
+            writer, lost = self._first_steps.end_repetition(point), ""
+            if writer is not None:
+                self._resumption.adopt_writer(writer)
+        except BaseException:  # raised again; a notebook may go on behind an interrupt, with half of either state
+            self.close(finished=False)
+            self._closed_because = "behind a restore that was cut off: make the model anew, and attach again"
+            raise
         if writer is not None:
-            self._resumption.adopt_writer(writer)
             try:
                 self._protection.resume(writer, point.record)
             except AgentGoneError as error:

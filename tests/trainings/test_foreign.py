@@ -21,6 +21,7 @@ from memckpt.capture.recorder import Recorder
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.staging_check import StagingCheck
 from memckpt.errors import UsageError
+from memckpt.session.resume.first_steps import Repetition
 from memckpt.session.staging import Staging
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Control, config, kill_self
@@ -184,6 +185,68 @@ def test_training_that_goes_on_behind_an_interrupt_in_a_commit_is_resumed_whole(
         session.close()
 
     in_child(lab, train, status=-signal.SIGKILL)
+    in_child(lab, resume)
+
+
+@pytest.mark.parametrize(("owner", "name"), [(SlotWriter, "stage_anchors"), (Repetition, "put_back")])
+def test_an_interrupt_at_the_end_of_a_repeated_step_leaves_nothing_half_done(lab: Lab, owner: type, name: str) -> None:
+    """A notebook goes on behind it: with the held state, or, where that may be half in place, not at all."""
+
+    def begin() -> tuple[nn.Module, torch.optim.Optimizer, memckpt.Session]:
+        model = nn.Linear(8, 4)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+        session = memckpt.attach(model, optimizer, run_dir=lab.run_dir, config=config("lazy", period=1))
+        session.restore()
+        return model, optimizer, session
+
+    def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, session: memckpt.Session) -> None:
+        model(torch.randn(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        session.commit()
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def train() -> None:
+        parts = begin()
+        for _ in range(3):
+            take_step(*parts)
+        # Step 4 is committed, and nothing is staged of the next record.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SlotWriter, "stage_anchors", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            take_step(*parts)
+
+    def interrupted() -> None:
+        parts = begin()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                take_step(*parts)
+        if owner is Repetition:
+            with pytest.raises(UsageError, match="behind a restore that was cut off: make the model anew"):
+                take_step(*parts)
+            parts = begin()
+            take_step(*parts)
+            assert parts[2].check.verdict == "equal"
+        take_step(*parts)
+        torch.save(parts[0].state_dict(), lab.directory / "trained")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def resume() -> None:
+        model, optimizer, session = begin()
+        assert session.held is not None
+        assert session.held.newest_step == 5
+        assert session.report is not None
+        if session.report.repeated is not None:
+            take_step(model, optimizer, session)  # once more: the held state is in place then
+        assert session.report.exact, session.report.reasons
+        trained = torch.load(lab.directory / "trained")
+        assert all(torch.equal(tensor, trained[name]) for name, tensor in model.state_dict().items())
+        session.close()
+
+    in_child(lab, train, status=-signal.SIGKILL)
+    in_child(lab, interrupted, status=-signal.SIGKILL)
     in_child(lab, resume)
 
 
