@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from memckpt.config import RedoMode
-from memckpt.session.resume.slices import exchange_slices
+from memckpt.session.resume.chosen import exchange_slices
 from memckpt.state.layout import ALIGN, Layout
 from memckpt.state.slices import assign_slices, cut_to_slice, join_slices
 from memckpt.state.spec import OwnerSpec, ParamSpec, StateSpec, StateTensorSpec, TensorSpec, problem_of
