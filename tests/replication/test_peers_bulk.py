@@ -212,6 +212,58 @@ def test_who_listens_in_the_place_of_a_peer_gets_no_payload() -> None:
         assert not b.received
 
 
+def test_a_lane_to_a_port_that_says_nothing_is_opened_again() -> None:
+    """As behind a firewall that lets connections through and no bytes: the next lane may get through."""
+    with contextlib.ExitStack() as stack:
+        keys, port = make_keys(), free_port()
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", port)))
+        ports = free_port(), port
+        advertise = f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{port}"
+        a, b = stack.enter_context(nodes_of(Node("a", keys), Node("b", keys, advertise=advertise)))
+        stack.callback(Proxy(ports[0], b.port).close)
+        acquaint(a, b)
+        a.transport._bulk.patience = 0.0
+        a.transport.send("b", b"", payload_of(0))
+        for _ in range(2):
+            drive(a, b, until=lambda: readable(silent, 0.0))
+            stack.enter_context(silent.accept()[0])
+        a.transport._bulk.patience = 20.0
+        silent.close()
+        stack.callback(Proxy(port, b.bulk_port).close)
+        drive(a, b, until=lambda: len(b.received) == 1)
+        assert bytes(b.received[0].payload) == bytes(payload_of(0))
+
+
+def test_more_bytes_than_a_payload_may_have_are_not_made_room_for() -> None:
+    with nodes_of(*(Node(name, keys) for keys in [make_keys()] for name in "ab")) as (a, b):
+        acquaint(a, b)
+        sender = Sender(a, "b", 2)
+        drive(a, b, until=lambda: sender.done(b))
+        lane, [incoming] = lane_of(a, "b"), b.transport._bulk._lanes.values()
+        assert lane is not None
+        lane._sock.sendall(b"\x7f\xff\xff\xff")
+        drive(a, b, until=lambda: incoming.closed)
+        assert b.transport.refused["malformed"] == 1
+
+
+def test_no_more_lanes_than_there_may_be_are_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a link that has one takes its place."""
+    keys = make_keys()
+    with nodes_of(Node("a", keys), Node("b", keys), Node("c", keys)) as (a, b, c):
+        acquaint(a, b, c)
+        first = Sender(a, "b", 2)
+        drive(a, b, c, until=lambda: first.done(b))
+        monkeypatch.setattr(bulk, "_MOST_LANES", 1)
+        c.transport.send("b", b"0", payload_of(0))
+        drive(a, b, c, until=lambda: b.transport.refused["unauthenticated"] >= 1)
+        lane = lane_of(a, "b")
+        assert lane is not None
+        lane.close()
+        a.transport.send("b", b"2", payload_of(2))
+        drive(a, b, c, until=lambda: len(b.received) == 3)
+        assert len(b.transport._bulk._lanes) == 1
+
+
 def test_ports_that_are_not_there_are_named() -> None:
     from memckpt.errors import PeerError
 
