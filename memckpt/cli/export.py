@@ -124,15 +124,15 @@ def load(
     run = Path(run)
     states: list[ExportedState] = []
 
-    def take(store: Store, found: Checkpoint) -> None:
+    def add_state(store: Store, found: Checkpoint) -> None:
         states.append(read_state(store, found))
 
     if source == "memory":
         if step is not None:
             raise UsageError(f"step={step}: memory has its newest step only; leave it out, or use source='storage'")
-        _use_held(AgentAddress.of(run, node), run / "load", take)
+        _use_held(AgentAddress.of(run, node), run / "load", add_state)
     else:
-        _use_stored(store_of(run, url), run, step, run / "load", take, adopt=False, copies=0)
+        _use_stored(store_of(run, url), run, step, run / "load", add_state, adopt=False, copies=0)
     return states[0]
 
 

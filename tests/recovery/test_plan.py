@@ -275,7 +275,7 @@ def test_storage_serves_where_it_is_ahead_of_what_memory_holds_of_the_same_attem
     assert plan.reason == "what local memory has is older, of step 80"
     for there in ([stored(1, 8)], [stored(1, 10, nonce="other")], []):
         assert isinstance(planned(inventories, "auto", RANKS, "c", there), RestoreRecord)
-    # What the attempt before stored behind the record that memory goes on from was left.
+    # Steps that the attempt before stored are not of this timeline, where memory went on before them.
     left = branch_off(FIRST, 8, Timeline(2, "b"))
     resumed = [held("a", range(8, 9), left, of="ab"), held("b", range(8, 9), left, of="ab")]
     assert isinstance(planned(resumed, "auto", RANKS, "c", [stored(1, 10)]), RestoreRecord)

@@ -352,7 +352,7 @@ def test_a_holder_that_is_back_is_not_sent_what_it_has_kept() -> None:
 
 @pytest.mark.parametrize("newest", [3, 4])
 def test_whoever_takes_the_place_of_an_owner_s_process_goes_on_with_what_holders_have(newest: int) -> None:
-    """Of a replica's log only the last few records are there."""
+    """A replica's log has the last few records only."""
     sent = begun()
     sent.commit(1, 2, 3)
     sent.run()

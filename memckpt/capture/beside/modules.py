@@ -333,7 +333,7 @@ def _all_alike(now: list[Any], before: list[Any]) -> bool:
 
 
 def _first_places(tensors: list[Any]) -> list[int]:
-    """Where each is for the first time: equal lists have the same places tied."""
+    """Find the first place of each tensor: lists of it are equal where the same places are tied."""
     first: dict[int, int] = {}
     return [first.setdefault(id(one), place) for place, one in enumerate(tensors)]
 

@@ -98,7 +98,7 @@ class FirstSteps:
         self._reduces = False
         self._following: dict[int, bytes] = {}
         self._evidence: Evidence | None = None
-        #: What this rank's report was corrected by, until all ranks are told; None: they were.
+        #: Reasons that made this rank's report inexact, until all ranks have them; None: they have.
         self._departed: list[str] | None = None
 
     # The restore

@@ -34,7 +34,7 @@ _COARSE_ROUNDING = 2e-2
 _TENSORS = ("parameter", "state", "buffer", "frozen", "logged values", "gradient")
 #: Kinds that a verdict counts, with their plurals.
 _COUNTED = {"parameter": "parameters", "state": "states", "buffer": "buffers", "frozen": "frozen tensors"}
-#: What a verdict says of a resume that nothing is known against.
+#: Words for a resume by the verdict of its check, where nothing speaks against it.
 _KNOWN = {"pending": "exact so far", "equal": "exact by what was compared", "rounding": "exact but for rounding"}
 _ORDER = tuple(kind for kind in get_args(ComparedKind) if kind != "gradient")
 _CAUSES = (
@@ -139,7 +139,7 @@ class RestoreReport:
         return self
 
     def __str__(self) -> str:
-        # As a person would say it; adapters log it.
+        # A sentence for people; adapters log it.
         lost = f"{self.steps_lost} step{'' if self.steps_lost == 1 else 's'} lost"
         if self.steps_lost is None:
             lost = "later steps, if there were any, are repeated"
