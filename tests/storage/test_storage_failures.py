@@ -222,7 +222,7 @@ def test_a_server_that_never_answers_is_given_up_and_used_again_when_it_does(
 #: Run by every Python that starts with it on its path. A writer stops, once, when it has written all of a file whose
 #: name ends as the order says, and before the file gets its name.
 _STOPPER = """
-import contextlib, os, signal, sys
+import contextlib, os, signal, sys, threading
 from pathlib import Path
 
 if "memckpt.agent.saving.writer.checkpoint_writer" in sys.orig_argv:
@@ -240,7 +240,8 @@ if "memckpt.agent.saving.writer.checkpoint_writer" in sys.orig_argv:
                 order.unlink()
                 order.with_name("new").write_text(str(os.getpid()))
                 order.with_name("new").rename(order.with_name("pid"))
-                os.kill(os.getpid(), signal.SIGSTOP)
+                # Stops this thread in the call. A signal to the process goes to the main thread, and this one runs on.
+                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
     LocalStore._replacing = stopping
 """
