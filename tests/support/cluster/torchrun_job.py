@@ -46,7 +46,7 @@ class Net(pl.LightningModule):
                 while not os.path.exists(os.environ.get("JOB_WAITS", "/")):
                     select.select([], [], [], 0.01)
                 self.marker.touch()
-                print(f"killed rank {self.global_rank} at step {step}", flush=True)
+                print(f"killed rank {self.global_rank} at step {step}\n", end="", flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
         self.losses[self.global_step] = float(loss.detach()).hex()
@@ -62,7 +62,8 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     rank = os.environ["RANK"]
-    print(f"rank {rank} forked {recording.forked}", flush=True)
+    # In one write: torchrun's Python is unbuffered, and another rank's line may come between this one and its end.
+    print(f"rank {rank} forked {recording.forked}\n", end="", flush=True)
     if agents == "two":
         os.environ[NODE_VARIABLE] = f"node{rank}"
     pl.seed_everything(1, verbose=False)
