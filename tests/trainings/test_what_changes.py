@@ -128,6 +128,16 @@ def late_group(process: Changing, step: int) -> None:
         process.optimizer.add_param_group({"params": [process.model.frozen.weight]})
 
 
+def loaded(process: Changing, step: int) -> None:
+    """Loading adds what an older torch did not write to groups and `defaults`, in the repeated step, too."""
+    if step in (2, 3, 5):
+        process.optimizer.defaults["lr"] = 1 / step
+        process.optimizer.defaults[f"set in step {step}"] = True
+        process.optimizer.load_state_dict(process.optimizer.state_dict())
+    if step == 7:
+        process.optimizer.add_param_group({"params": [process.model.frozen.weight]})
+
+
 def tied(process: Changing, step: int) -> None:
     if step == 4:
         process.model.frozen.weight = process.model.first.weight
@@ -178,6 +188,7 @@ def second_optimizer(process: Changing, step: int) -> None:
         copied,
         new_head,
         late_group,
+        loaded,
         tied,
         flags,
         second_optimizer,

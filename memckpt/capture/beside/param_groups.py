@@ -312,15 +312,18 @@ def restore_groups(live: LiveState, described: Mapping[str, Any]) -> None:
     restore_trainable(live, described["trainable"])
     _link(live, described["groups"], described[LINKS])
     restore_settings(live, described["groups"])
-    for optimizer, changed in zip(live.optimizers, described["defaults"], strict=True):
-        if changed:
-            optimizer.defaults.update(changed)
+    for optimizer, born, changed in zip(live.optimizers, live.born_defaults, described["defaults"], strict=True):
+        # A state that is written behind a later one, to repeat its step, has not what came in that step.
+        now = getattr(optimizer, "defaults", {})
+        for key in now.keys() - born.keys() - changed.keys():
+            del now[key]
+        now.update(born | changed)
 
 
 def take_over_defaults(live: LiveState, described: Mapping[str, Any]) -> None:
     """Take what a snapshot has restored of `defaults` for what the run's script had made, but for what has changed."""
-    for number, (optimizer, changed) in enumerate(zip(live.optimizers, described["defaults"], strict=True)):
-        live.born_defaults[number] = {key: one for key, one in optimizer.defaults.items() if key not in changed}
+    for optimizer, born, changed in zip(live.optimizers, live.born_defaults, described["defaults"], strict=True):
+        born.update((key, one) for key, one in optimizer.defaults.items() if key not in changed)
 
 
 def say_groups_that_are_back(live: LiveState, made: Sequence[int]) -> None:
