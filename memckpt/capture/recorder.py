@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from memckpt.capture.beside.presence import PendingGradients
+from memckpt.capture.beside.pending import PendingGradients
 from memckpt.capture.beside.watch import ParameterWatch
 from memckpt.capture.copier import Copier
 from memckpt.capture.gradient_staging import GradientStaging, NotedOp, NotedSubStep, is_skipped, on_the_host

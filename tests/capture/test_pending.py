@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memckpt.capture.beside import presence
-from memckpt.capture.beside.presence import DroppedGradients, PendingGradients, describe_gradients, restore_gradients
+from memckpt.capture.beside.pending import PendingGradients
+from memckpt.capture.beside.presence import DroppedGradients, describe_gradients, restore_gradients
 from memckpt.capture.live_state import LiveState
 from memckpt.state import codec
 from memckpt.state.tensors import version

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import memckpt
-from memckpt.capture.beside.presence import PendingGradients
+from memckpt.capture.beside.pending import PendingGradients
 from memckpt.capture.beside.watch import ParameterWatch, StaticWatch
 from memckpt.capture.copier import HostCopier
 from memckpt.capture.recorder import Recorder
