@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from memckpt.errors import MALFORMED, DamagedStateError, StorageError
+from memckpt.errors import DamagedStateError, StorageError
 from memckpt.state.records import Timeline
 from memckpt.storage.format import (
     BASES,
@@ -26,7 +26,7 @@ from memckpt.storage.format import (
 )
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import CLAIM, read_claim
-from memckpt.storage.store import Store, StoredFile, finished_name, is_missing
+from memckpt.storage.store import Store, StoredFile, finished_name, is_missing, read_json
 
 #: Sort key of checkpoints and batches: number and nonce of the attempt, then the (last) record.
 Key = tuple[int, str, int]
@@ -249,21 +249,10 @@ def _read_commits(
 
 
 def read_keys(store: Store, path: str) -> frozenset[Key]:
-    """The keys in the file PINNED or PASSED; none if it is missing.
-
-    Raises StorageError if it cannot be read, DamagedStateError if it has other content.
-    """
-    try:
-        return frozenset(msgspec.json.decode(store.read(path), type=list[Key]))
-    except StorageError as error:
-        if is_missing(error):
-            return frozenset()
-        raise
-    except MALFORMED as error:
-        raise DamagedStateError(
-            f"{path} in {store.url}: expected the keys of {path.partition('.')[0]} checkpoints, found something else "
-            f"({error}). Until the file is removed, retention deletes nothing"
-        ) from error
+    """The keys in the file PINNED or PASSED; none if it is missing. Raises as :func:`read_json`."""
+    expected = f"the keys of {path.partition('.')[0]} checkpoints"
+    remedy = "Until the file is removed, retention deletes nothing"
+    return frozenset(read_json(store, path, list[Key](), list[Key], expected, remedy))
 
 
 def write_keys(store: Store, path: str, keys: Iterable[Key]) -> None:

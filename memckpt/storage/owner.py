@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
-from memckpt.errors import MALFORMED, DamagedStateError, ForeignStateError, StorageError
+from memckpt.errors import DamagedStateError, ForeignStateError
 from memckpt.storage.local_store import LocalStore
-from memckpt.storage.store import Store, is_missing
+from memckpt.storage.store import Store, read_json
 
 #: File in a store that names the owning run.
 CLAIM = "owner.json"
@@ -52,32 +52,20 @@ def new_run(run_dir: Path) -> str:
 
 
 def kept_run(run_dir: Path) -> str:
-    """The run id in a run directory; empty: none. Raises as :func:`read_kept`."""
+    """The run id in a run directory; empty: none. Raises as :func:`read_json`."""
     return read_kept(run_dir).run
 
 
 def kept_url(run_dir: Path) -> str:
-    """URL of the run's store; empty: it lies in the run directory, or is unknown. Raises as :func:`read_kept`."""
+    """URL of the run's store; empty: it lies in the run directory, or is unknown. Raises as :func:`read_json`."""
     store = read_kept(run_dir).store
     return "" if store == INSIDE else store
 
 
 def read_kept(run_dir: Path) -> Kept:
-    """Read `run.json`; an empty `Kept` if there is none.
-
-    Raises DamagedStateError if it has other content, StorageError if it cannot be read.
-    """
-    try:
-        return msgspec.json.decode(LocalStore(run_dir).read(_KEPT), type=Kept)
-    except StorageError as error:
-        if is_missing(error):
-            return Kept()
-        raise
-    except MALFORMED as error:
-        raise DamagedStateError(
-            f"{run_dir / _KEPT}: expected the run's id, found something else ({error}). Remove the file; if storage "
-            "belongs to another run then, the error says how to go on with it"
-        ) from error
+    """Read `run.json`; an empty `Kept` if there is none. Raises as :func:`read_json`."""
+    remedy = "Remove the file; if storage belongs to another run then, the error says how to go on with it"
+    return read_json(LocalStore(run_dir), _KEPT, Kept(), Kept, "the run's id", remedy)
 
 
 def keep_run(run_dir: Path, run: str, store: str = "") -> None:
@@ -130,15 +118,8 @@ def lies_elsewhere(run_dir: Path, there: Path, is_it: Callable[[os.stat_result],
 
 
 def read_claim(store: Store) -> str:
-    """The run that claims a store; empty: unclaimed. Raises as :func:`read_kept`, of the claim file."""
-    try:
-        return msgspec.json.decode(store.read(CLAIM), type=Claim).run
-    except StorageError as error:
-        if is_missing(error):
-            return ""
-        raise
-    except MALFORMED as error:
-        raise DamagedStateError(f"{CLAIM}: expected the id of a run, found something else: {error}") from error
+    """The run that claims a store; empty: unclaimed. Raises as :func:`read_json`."""
+    return read_json(store, CLAIM, Claim(""), Claim, "the id of a run", "The next start claims the store anew").run
 
 
 def claim(store: Store, run: str, replace: bool = False) -> bool:

@@ -13,13 +13,14 @@ import secrets
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
 import msgspec
 import xxhash
 
-from memckpt.errors import MemckptError, StorageAwayError, StorageError, StorageFullError
+from memckpt.errors import MALFORMED, DamagedStateError, MemckptError, StorageAwayError, StorageError, StorageFullError
 
+T = TypeVar("T")
 _PIECE_BYTES = 8 << 20
 #: Errors of a full disk or an exhausted quota.
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -184,6 +185,23 @@ class Store(ABC):
 def is_missing(error: StorageError) -> bool:
     """Whether the error is that of a missing file."""
     return isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError))
+
+
+def read_json(store: Store, path: str, missing: T, kind: type[T], expected: str, remedy: str) -> T:
+    """The content of a small JSON file; `missing` where there is none.
+
+    Raises StorageError if it cannot be read, DamagedStateError if it has other content.
+    """
+    try:
+        return msgspec.json.decode(store.read(path), type=kind)
+    except StorageError as error:
+        if is_missing(error):
+            return missing
+        raise
+    except MALFORMED as error:
+        raise DamagedStateError(
+            f"{path} in {store.url}: expected {expected}, found something else ({error}). {remedy}"
+        ) from error
 
 
 def finished_name(path: str) -> str:

@@ -153,7 +153,8 @@ def test_nodes_agree_on_the_run(tmp_path: Path) -> None:
 
 def test_a_damaged_id_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{")
-    with pytest.raises(DamagedStateError, match=r"run.json: expected the run's id, found something else .* Remove"):
+    said = r"run.json in .*: expected the run's id, found something else .* Remove"
+    with pytest.raises(DamagedStateError, match=said):
         kept_run(tmp_path)
 
 
