@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 import typer
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from memckpt_tools.drill.job import Start
     from memckpt_tools.drill.summary import Summary
     from memckpt_tools.drill.workplace import Workplace
+
+KindT = TypeVar("KindT", bound=str)
 
 
 def drill(
@@ -177,6 +179,14 @@ def drill(
         raise typer.Exit(1)
 
 
+def parse_kinds(text: str, known: Sequence[KindT]) -> tuple[KindT, ...]:
+    """The kinds in ``"trainer,both"``. Raises ConfigurationError."""
+    found = [each.strip() for each in text.split(",")]
+    if not set(found) <= set(known):
+        raise ConfigurationError(f"--kinds: expected names among {', '.join(known)}, with commas, found {text!r}")
+    return tuple(kind for kind in known if kind in found)
+
+
 @dataclass(frozen=True)
 class _Asked:
     """Options of the command line, under their names there."""
@@ -194,18 +204,20 @@ class _Asked:
 
     def protected_plan(self) -> supervisor.Plan:
         """Raises ConfigurationError."""
-        from memckpt_tools.drill.supervisor import ON_ONE, ON_SEVERAL, Plan, parse_kinds
+        from memckpt_tools.drill.supervisor import KINDS, ON_ONE, ON_SEVERAL, Plan
 
-        kinds = parse_kinds(self.kinds or (ON_ONE if self.nodes == 1 else ON_SEVERAL), self.nodes)
+        kinds = parse_kinds(self.kinds or (ON_ONE if self.nodes == 1 else ON_SEVERAL), KINDS)
+        if "node" in kinds and self.nodes < 2:
+            raise ConfigurationError("--kinds node: expected --nodes N of 2 or more beside it, found one node")
         return Plan(self.kills, self.steps, self.seed, self.patience, kinds, self.nodes, self.overhead)
 
     def stock_plan(self) -> stock_drill.Plan:
         """Raises ConfigurationError."""
-        from memckpt_tools.drill.stock import KINDS, Plan, parse_kinds
+        from memckpt_tools.drill.stock import KINDS, Plan
 
         if self.nodes > 1:
             raise ConfigurationError("--nodes: expected one node with --stock, whose checkpoints are files")
-        kinds = parse_kinds(self.kinds or ",".join(KINDS))
+        kinds = parse_kinds(self.kinds, KINDS) if self.kinds else KINDS
         return Plan(self.kills, self.steps, self.seed, kinds, self.patience, self.grace)
 
     def check(self, stock: Sequence[bool]) -> None:

@@ -18,7 +18,7 @@ from typing import Literal, get_args
 from msgspec.structs import replace
 
 from memckpt.config.arguments import DISABLE
-from memckpt.errors import ConfigurationError, DrillError
+from memckpt.errors import DrillError
 from memckpt.processes.handles import start_ticks
 from memckpt.user_messages import nbytes_text
 from memckpt_tools.drill import witness
@@ -42,14 +42,6 @@ Kind = Literal["step", "save", "file", "term"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 #: Steps before the next kill, or the end, at which a kill waits no longer for a file.
 _NEXT_STEPS = 3
-
-
-def parse_kinds(text: str) -> tuple[Kind, ...]:
-    """The kinds in ``"step,save"``. Raises ConfigurationError."""
-    found = [each.strip() for each in text.split(",")]
-    if not set(found) <= set(KINDS):
-        raise ConfigurationError(f"--kinds: expected names among {', '.join(KINDS)}, with commas, found {text!r}")
-    return tuple(kind for kind in KINDS if kind in found)
 
 
 @dataclass(frozen=True)

@@ -52,16 +52,6 @@ class Instant:
     fraction: float  #: how much of a step's time passes behind its commit, from 0 to 1
 
 
-def parse_kinds(text: str, nodes: int = 1) -> tuple[Kind, ...]:
-    """The kinds in ``"trainer,both"``, for a number of simulated nodes. Raises ConfigurationError."""
-    found = [each.strip() for each in text.split(",")]
-    if not set(found) <= set(KINDS):
-        raise ConfigurationError(f"--kinds: expected names among {', '.join(KINDS)}, with commas, found {text!r}")
-    if "node" in found and nodes < 2:
-        raise ConfigurationError("--kinds node: expected --nodes N of 2 or more beside it, found one node")
-    return tuple(kind for kind in KINDS if kind in found)
-
-
 def draw(seed: int, kills: int, records: int, kinds: Sequence[Kind] = ("trainer",)) -> list[Instant]:
     """`kills` instants in ascending order, one in each of as many equal parts of the run; kinds in turn.
 

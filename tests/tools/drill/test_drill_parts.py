@@ -21,10 +21,11 @@ from memckpt.config.observers import OBSERVERS
 from memckpt.errors import ConfigurationError
 from memckpt.processes.handles import start_ticks
 from memckpt_tools.drill import lines
+from memckpt_tools.drill.command import parse_kinds
 from memckpt_tools.drill.comparison import Difference, Overhead, first_change, judge
 from memckpt_tools.drill.job import DrillOrders, Job, kill_processes
 from memckpt_tools.drill.probe import Attributes, text_of
-from memckpt_tools.drill.supervisor import KINDS, Blow, Result, draw, parse_kinds
+from memckpt_tools.drill.supervisor import KINDS, Blow, Result, draw
 from memckpt_tools.drill.text import (
     holes_text,
     overhead_text,
@@ -89,12 +90,7 @@ def test_each_kill_has_its_part_of_the_run_and_the_seed_says_when() -> None:
     assert {each.kind for each in instants} == {"trainer"}
     kinds = [each.kind for each in draw(7, 5, 200, KINDS)]
     assert set(kinds[:4]) == set(KINDS)
-    assert parse_kinds("both, trainer") == ("trainer", "both")
-    assert parse_kinds("node,agent", 2) == ("agent", "node")
-    with pytest.raises(ConfigurationError, match="--kinds: expected names among trainer, agent, both"):
-        parse_kinds("nodes")
-    with pytest.raises(ConfigurationError, match="expected --nodes N of 2 or more beside it"):
-        parse_kinds("node")
+    assert parse_kinds("both, trainer", KINDS) == ("trainer", "both")
     with pytest.raises(ConfigurationError, match="at most 3 in a training of 10 steps, found 4"):
         draw(7, 4, 10)
 

@@ -20,7 +20,7 @@ from memckpt.errors import ConfigurationError, DrillError
 from memckpt_tools.drill import command, witness
 from memckpt_tools.drill.comparison import Verdict
 from memckpt_tools.drill.lines import Attempt, Begun, Point, RankHistory, Restored, RunHistory, Taken
-from memckpt_tools.drill.stock import Blow, Result, aligned, check_begin, parse_kinds
+from memckpt_tools.drill.stock import Blow, Result, aligned, check_begin
 from memckpt_tools.drill.summary import junit_xml, print_beside, summary_of_own
 
 SCRIPTS = Path(__file__).parent / "stock_scripts.py"
@@ -229,13 +229,11 @@ def test_each_kill_is_a_test_case_with_what_has_failed(capsys: pytest.CaptureFix
         ({"both": True, "nodes": 2}, "--both: expected neither --kinds nor --nodes"),
         ({"resume_command": "python b.py"}, "--resume-command: expected --stock beside it"),
         ({"in_place": True, "stock": True}, "--in-place: expected neither --stock nor --both"),
+        ({"stock": True, "kinds": "agent"}, "--kinds: expected names among step, save, file, term"),
+        ({"kinds": "nodes"}, "--kinds: expected names among trainer, agent, both"),
+        ({"kinds": "node"}, "--kinds node: expected --nodes N of 2 or more beside it"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         command.drill(["python", "train.py"], **options)
-
-
-def test_kinds_that_are_none_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="step, save, file, term"):
-        parse_kinds("agent")
