@@ -16,7 +16,7 @@ from memckpt.processes.handles import ProcessHandle
 from memckpt.session.compressed_averages import LATE_POWER_SGD
 from tests.support.cluster.waiting import until
 from tests.support.trainings.engine_child import config
-from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.engine_harness import Child, Lab
 from tests.support.trainings.killed_ranks import (
     Death,
     check_same,
@@ -113,33 +113,35 @@ def test_ways_to_train(lab: Lab, way: str) -> None:
     survives(lab, job_of(lab, **WAYS[way]), [Death(1, 5, "backward")])
 
 
-@pytest.mark.promise("a stuck rank of an earlier attempt can no longer write")
-def test_a_stuck_survivor_of_an_earlier_attempt_is_fenced(lab: Lab) -> None:
-    """Launchers leave orphans; the next attempt of the same launch makes sure that they can write no more."""
-    job = job_of(lab)
-    expected = reference(lab, job)
+def leave_a_stuck_rank(lab: Lab, job: DdpJob) -> tuple[DdpJob, Child]:
+    """An attempt in which one rank has died, and the other one, which lives on: launchers leave orphans."""
     first = replace(job, directory=fresh_directory(lab), deaths=[Death(0, 5, "backward")], hang=1)
     assert run(lab, first)[0] == -9
-    stuck = next(child for child in lab._children if child.log.name.endswith("rank1.log") and child.alive())
+    return first, next(child for child in lab._children if child.log.name.endswith("rank1.log") and child.alive())
+
+
+def go_on_without_it(lab: Lab, first: DdpJob, stuck: Child) -> None:
+    """The next attempt of the same launch makes sure that the orphan can write no more."""
     second = next_attempt(lab, first)
     assert run(lab, second) == [0, 0]
     assert stuck.wait(10) == -9
     check_verdicts([first, second])
-    check_same(results(second), expected)
+    check_same(results(second), reference(lab, first))
+
+
+@pytest.mark.promise("a stuck rank of an earlier attempt can no longer write")
+def test_a_stuck_survivor_of_an_earlier_attempt_is_fenced(lab: Lab) -> None:
+    go_on_without_it(lab, *leave_a_stuck_rank(lab, job_of(lab)))
 
 
 @pytest.mark.promise("a new attempt begins when the last one's ranks have ended, and not before")
 def test_a_new_attempt_waits_for_a_rank_that_takes_long_to_die(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent's SIGKILL has no effect for a while, as in a driver that takes its contexts apart."""
-    job = job_of(lab)
-    expected = reference(lab, job)
     with monkeypatch.context() as patch:
         patch.setattr(ProcessHandle, "kill", lambda process: None)
         patch.setattr(fence, "_REPORT_SECONDS", 0.05)
         lab.start_agent()
-    first = replace(job, directory=fresh_directory(lab), deaths=[Death(0, 5, "backward")], hang=1)
-    assert run(lab, first)[0] == -9
-    stuck = next(child for child in lab._children if child.log.name.endswith("rank1.log") and child.alive())
+    first, stuck = leave_a_stuck_rank(lab, job_of(lab))
 
     def end_it() -> None:
         said = f"pid {stuck.pid} (rank 1), state S (sleeping)"
@@ -147,12 +149,8 @@ def test_a_new_attempt_waits_for_a_rank_that_takes_long_to_die(lab: Lab, monkeyp
         os.kill(stuck.pid, signal.SIGKILL)
 
     ender = lab.fork(end_it, "ender")
-    second = next_attempt(lab, first)
-    assert run(lab, second) == [0, 0]
+    go_on_without_it(lab, first, stuck)
     assert ender.wait() == 0
-    assert stuck.wait(10) == -9
-    check_verdicts([first, second])
-    check_same(results(second), expected)
 
 
 @pytest.mark.parametrize("nodes", [pytest.param(False, marks=pytest.mark.slow), True], ids=["one-agent", "two-agents"])
