@@ -19,7 +19,7 @@ from accelerate.utils import recursively_apply
 from torch.utils.data import DataLoader
 
 from accelerate_plugin.prepared import other_objects
-from memckpt.capture import data as dataloader
+from memckpt.capture.data import graft as dataloader
 from memckpt.capture.data.follower import TAKEN_LATE, FollowedLoaders
 from memckpt.capture.data.iteration import drop_iterator, parts_of, record_of
 from memckpt.capture.data.own_state import OwnObjects

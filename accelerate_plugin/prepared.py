@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from memckpt import ComparedKind
-from memckpt.capture import data as dataloader
 from memckpt.capture.beside.objects import as_stateful
 from memckpt.capture.beside.param_groups import scaler_state
+from memckpt.capture.data import graft as dataloader
 from memckpt.errors import ForeignStateError, UnsupportedError, UsageError
 
 _SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP)

@@ -26,8 +26,8 @@ from lightning_memckpt.reentry import behind_batch, edited_part
 from lightning_memckpt.trainer_state import LoggingState
 from lightning_memckpt.user_state import UserState, attribute_roots, callbacks_by_key, modules_beside
 from memckpt import ComparedKind
-from memckpt.capture import data as dataloader
 from memckpt.capture.beside.attributes import Attributes, FoundObjects, tensors_in
+from memckpt.capture.data import graft as dataloader
 from memckpt.errors import UnsupportedStateError
 from memckpt.user_messages import Messages
 

@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.data import DataLoader
 
 from lightning_memckpt.internals import TrainerInternals
-from memckpt.capture import data as dataloader
+from memckpt.capture.data import graft as dataloader
 
 Positions = dict[str, Any]
 #: State that loaders were built under, by role: "train", "validation".

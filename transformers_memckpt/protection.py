@@ -32,8 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import memckpt
-from memckpt.capture import data as dataloader
 from memckpt.capture.beside.attributes import Attributes, FoundObjects, tensors_in
+from memckpt.capture.data import graft as dataloader
 from memckpt.config import ResumeChoice
 from memckpt.errors import ForeignStateError, UnsupportedError, UnsupportedStateError
 from memckpt.user_file import UserFile, connect

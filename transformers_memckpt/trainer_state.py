@@ -12,9 +12,9 @@ from transformers.trainer_callback import ExportableState
 
 import memckpt
 from memckpt import ComparedKind
-from memckpt.capture import data as dataloader
 from memckpt.capture.beside.attributes import modules_beside
 from memckpt.capture.beside.param_groups import scaler_state
+from memckpt.capture.data import graft as dataloader
 from memckpt.errors import UnsupportedStateError
 from transformers_memckpt import notes
 

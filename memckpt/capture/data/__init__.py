@@ -10,49 +10,8 @@ skipped sample is loaded.
     worker_rng.py   in the workers: sends their generators' states with each batch, restores them
     own_state.py    generators and sampler counters of the loader's own objects
     passes.py       bookkeeping of one pass
+    prefetch.py     how many batches a loop takes before it trains on them
     follower.py     the loaders of one training, and of loops written by hand
     surroundings.py what a loop has put around an iteration
     places.py       places of a loop in its loaders, and whether a restart there would be exact
 """
-
-from memckpt.capture.data.graft import (
-    comparable,
-    derived,
-    global_generators,
-    go_live,
-    graft,
-    handed_out,
-    is_grafted,
-    look_ahead,
-    position,
-    recreate_persistent_iterator,
-    release,
-    remark,
-    restore_generators,
-    resume,
-    under_generators,
-    unreplayable,
-)
-from memckpt.capture.data.iteration import departures
-from memckpt.errors import DataPositionError
-
-__all__ = [
-    "DataPositionError",
-    "comparable",
-    "departures",
-    "derived",
-    "global_generators",
-    "go_live",
-    "graft",
-    "handed_out",
-    "is_grafted",
-    "look_ahead",
-    "position",
-    "recreate_persistent_iterator",
-    "release",
-    "remark",
-    "restore_generators",
-    "resume",
-    "under_generators",
-    "unreplayable",
-]

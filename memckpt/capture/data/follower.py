@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch.utils.data import DataLoader
 
-from memckpt.capture import data as dataloader
+from memckpt.capture.data import graft as dataloader
 from memckpt.capture.data.iteration import LoaderRecord, record_of
 from memckpt.capture.data.places import Place
 from memckpt.capture.data.prefetch import Prefetch

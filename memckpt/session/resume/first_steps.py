@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
-from memckpt.capture import data as dataloader
 from memckpt.capture.copier import Copier
+from memckpt.capture.data.iteration import departures
 from memckpt.capture.evidence import Evidence
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.slot_writer import SlotWriter
@@ -121,7 +121,7 @@ class FirstSteps:
 
     def begin_comparison(self, chosen: Chosen) -> None:
         """Begin the comparison, after the restore of tensors and gradients."""
-        dataloader.departures.append(self.depart)
+        departures.append(self.depart)
         self._departed = []
         if isinstance(chosen, ChosenInMemory):
             self._following = chosen.following
@@ -234,8 +234,8 @@ class FirstSteps:
 
     def close(self) -> None:
         """Release states and gradients that were not compared."""
-        if self.depart in dataloader.departures:
-            dataloader.departures.remove(self.depart)
+        if self.depart in departures:
+            departures.remove(self.depart)
         self._witness = None
         repetition, self.repetition = self.repetition, None
         if repetition is not None:

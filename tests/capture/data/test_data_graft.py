@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from memckpt.capture import data
+from memckpt.capture.data import graft as data
 from tests.support.cluster.processes import be_subreaper
 from tests.support.trainings.data_jobs import NONE, TWO, each_kind_of_workers, in_child
 from tests.support.trainings.loader_cases import BATCHES, Workers, make

@@ -16,7 +16,8 @@ import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import DataLoader, RandomSampler
 
-from memckpt.capture import data
+from memckpt.capture.data import graft as data
+from memckpt.errors import DataPositionError
 from memckpt.state import codec, rng
 from tests.support.trainings.data_jobs import NONE
 from tests.support.trainings.loader_cases import BATCH, Augmented, OwnGenerator, ShuffledBatches, make
@@ -140,7 +141,7 @@ def test_a_batch_that_was_fetched_too_long_ago_is_no_position() -> None:
     next(iterator)
     next(iterator)
     assert data.position(loader, ahead=1)["pass"]["batches"] == 1
-    with pytest.raises(data.DataPositionError, match="expected to go back by at most 2 batches, found a caller"):
+    with pytest.raises(DataPositionError, match="expected to go back by at most 2 batches, found a caller"):
         data.position(loader, ahead=5)
 
 

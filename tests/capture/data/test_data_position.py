@@ -20,8 +20,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
-from memckpt.capture import data
+from memckpt.capture.data import graft as data
 from memckpt.capture.data import iteration
+from memckpt.errors import DataPositionError
 from memckpt.state import codec, rng
 from tests.support.cluster.processes import be_subreaper
 from tests.support.trainings.data_jobs import (
@@ -283,7 +284,7 @@ def test_other_data_is_found_out(samples: int, message: str, workers: Workers, t
     assert job.process(lambda: Trainer(job, grafted=True).run(3)) is None
     sizes[0] = samples
     error = job.process(lambda: Trainer(job, grafted=True).run(None))
-    assert isinstance(error, data.DataPositionError)
+    assert isinstance(error, DataPositionError)
     assert message in str(error)
     assert f"The dataset has {samples} samples, and had {SAMPLES}" in str(error)
 
@@ -295,14 +296,14 @@ def test_a_failed_resume_does_not_go_on_with_other_data(tmp_path: Path) -> None:
     next(iterator)
     position = data.position(loader)
     assert data.position(loader, ahead=1)["pass"]["batches"] == 0
-    with pytest.raises(data.DataPositionError, match="at most 1 batches, found a caller that is 2 ahead"):
+    with pytest.raises(DataPositionError, match="at most 1 batches, found a caller that is 2 ahead"):
         data.position(loader, ahead=2)
     other = DataLoader(Augmented(SAMPLES - 1), BATCH, shuffle=True)
     data.graft(other)
     data.resume(other, position)
     iterator = iter(other)
     for again in (iterator, iterator, iter(other)):
-        with pytest.raises(data.DataPositionError, match="does not repeat"):
+        with pytest.raises(DataPositionError, match="does not repeat"):
             next(again)
 
 
@@ -331,10 +332,10 @@ def test_another_number_of_workers_goes_on_with_the_same_indices(before: Workers
 
 def test_a_position_of_another_loader_is_refused() -> None:
     loader = make("shuffle", NONE)
-    with pytest.raises(data.DataPositionError, match=r"call graft\(\) first"):
+    with pytest.raises(DataPositionError, match=r"call graft\(\) first"):
         data.position(loader)
     data.graft(loader)
-    with pytest.raises(data.DataPositionError, match="of format 3, found None"):
+    with pytest.raises(DataPositionError, match="of format 3, found None"):
         data.resume(loader, {})
     with pytest.raises(TypeError, match="expected a torch DataLoader, found list"):
         data.graft([])  # type: ignore[arg-type]
@@ -344,7 +345,7 @@ def test_a_missing_generator_is_refused() -> None:
     loader, bare = make("own-generator", NONE), make("shuffle", NONE)
     data.graft(loader)
     data.graft(bare)
-    with pytest.raises(data.DataPositionError, match=r"a random generator at loader\.generator"):
+    with pytest.raises(DataPositionError, match=r"a random generator at loader\.generator"):
         data.resume(bare, data.position(loader))
 
 
@@ -360,7 +361,7 @@ def test_reasons_against_a_loader() -> None:
     unordered = DataLoader(Augmented(), num_workers=2, in_order=False)
     assert "in_order=False" in (data.unreplayable(unordered) or "")
     data.graft(unordered)
-    with pytest.raises(data.DataPositionError, match="in_order=False"):
+    with pytest.raises(DataPositionError, match="in_order=False"):
         data.resume(unordered, data.position(unordered))
     secret = SequentialSampler(range(3))
     secret.random = random.SystemRandom()  # type: ignore[attr-defined]
@@ -563,5 +564,5 @@ def test_negative_control_of_the_sampler_start(tmp_path: Path) -> None:
         state["position"]["pass"]["sampler_start"] = [_other_phase()] * 2
 
     job = Job(lambda: make("shuffle", NONE), tmp_path, tamper=_without_sampler_start)
-    with pytest.raises(data.DataPositionError, match="RandomSampler does not repeat"):
+    with pytest.raises(DataPositionError, match="RandomSampler does not repeat"):
         job.chain([3])

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from memckpt.capture import data
+from memckpt.capture.data import graft as data
 from memckpt.state import codec, rng
 from tests.support.trainings.loader_cases import Workers, kill_myself
 

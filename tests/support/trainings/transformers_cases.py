@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from memckpt import Session
-from memckpt.capture import data as dataloader
+from memckpt.capture.data import graft as dataloader
 from memckpt.config import AgentConfig, CompressionConfig, MemckptConfig, StorageConfig
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.local_store import LocalStore
