@@ -16,8 +16,9 @@ from memckpt.capture.slot_writer import SlotWriter
 from memckpt.errors import AgentGoneError, MemckptError, MemoryBudgetError
 from memckpt.journal.events import GapEnded
 from memckpt.protocol.storing import Logged, Saved, SaveFailed
-from memckpt.protocol.trainer import Alarm, Begin, Cleared, Drift, Gap, Protected
+from memckpt.protocol.trainer import Alarm, Begin, Cleared, Commit, Drift, Gap, Protected, Void
 from memckpt.session.generation_switch import GenerationSwitch, SwitchState
+from memckpt.session.gradient_tap import GradientTap
 from memckpt.session.link import AgentLink
 from memckpt.session.peers import Peers
 from memckpt.session.ranks import LocalTraining
@@ -40,6 +41,7 @@ class Protection:
 
     Attributes:
         unprotected_since: last record before a gap; None while records are protected.
+        last_held: newest step of this attempt that a resume can begin behind: with snapshots that is not each of them.
         stored_step: newest step of which this node's part is in storage, in this attempt; None before the first.
         stored_at: when that was, or when this attempt began, by the monotonic clock.
     """
@@ -52,7 +54,7 @@ class Protection:
         switch: GenerationSwitch,
         peers: Peers,
         changes: Changes,
-        stage_and_commit: Callable[[RestorePoint], None],
+        tap: GradientTap,
     ) -> None:
         self._training = training
         self._recorder = training.recorder
@@ -61,12 +63,13 @@ class Protection:
         self._switch = switch
         self._peers = peers
         self._changes = changes
-        self._stage_and_commit = stage_and_commit
+        self._tap = tap
         self._told: set[str] = set()
         #: The framework's step number of a record, less the record's; the difference stays while training runs.
         self._steps_ahead = 0
         self._broken_records = 0
         self.unprotected_since: int | None = None
+        self.last_held: RestorePoint | None = None
         self.stored_step: int | None = None
         self.stored_at = time.monotonic()
         self.stored_bytes = 0
@@ -133,6 +136,53 @@ class Protection:
             self.link.reconnection.note_stumble()
             raise MemckptError(self._recorder.broken)
         self._stage_and_commit(point)
+
+    def _stage_and_commit(self, point: RestorePoint) -> None:
+        """Stage what the record lacks, seal it, tell the agent; or write the whole state where a generation is due."""
+        record, staging, switch = point.record, self._staging, self._switch
+        switch.make_due_if_ranks_differ(record)
+        if not switch.is_due(record):
+            staging.stage_by_value(record)
+        problem = switch.find_problem()
+        if problem is not None:
+            switch.order_generation(record, problem)  # ranks that share slots are given a later record, the same one
+        if switch.is_due(record):  # asked again: the order may have made it so
+            # The state of this record is written by value: the agent needs no record before it any more.
+            switch.write_generation(point)
+            self.last_held = point
+            switch.enter_record(record + 1)
+            self.end_gap(point)
+        elif staging.ready and (problem is None or staging.commits_uncaptured(record)):  # uncaptured: only rank state
+            # Nothing changes the slot behind the seal. Once its copies have ended the stamp is set, and the agent told.
+            self._send_commit(staging.seal(point))
+            if not staging.commits_uncaptured(record):
+                self.last_held = point
+            self._obey_copy_order(point)
+            switch.warn_of_state_left_out()
+            switch.enter_record(record + 1)
+        else:
+            self.link.send(Void(record, problem or self._recorder.problem or "no generation to write to"))
+
+    def _send_commit(self, finish: Callable[[], Commit]) -> None:
+        if not self._training.copier.asynchronous:
+            self.link.send(finish())
+            return
+        self.link.send_later(finish)
+        if not self._tap.current.holds_reductions_back and self._training.ranks.world_size > 1:
+            # A reduction would imply to other ranks that this rank has committed.
+            self.link.finish_sending()
+
+    def _obey_copy_order(self, point: RestorePoint) -> None:
+        """Copy the state for a checkpoint, if the agent has ordered one."""
+        order = self.link.take_order(point.record)
+        if order is not None:
+            finish = self._staging.copy_rank_part(order, point)
+            if self._training.copier.asynchronous:
+                self.link.send_later(finish, caller_waits=False)
+            else:
+                self.link.send(finish())
+        elif (coming := self.link.order) is not None:
+            self._staging.expect_copy(coming)
 
     def end_gap(self, point: RestorePoint) -> None:
         """Note that the whole state is held after `point`: records behind it are protected."""

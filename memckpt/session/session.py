@@ -40,7 +40,6 @@ from memckpt.errors import (
 )
 from memckpt.journal.events import Recovered
 from memckpt.processes.address import AgentAddress
-from memckpt.protocol.trainer import Commit, Void
 from memckpt.session.compressed_averages import CompressedAverages
 from memckpt.session.generation_switch import GenerationSwitch
 from memckpt.session.gradient_tap import GradientTap
@@ -168,8 +167,6 @@ class Session:
         self._closed_because = "after close(): attach again to go on"
         self._observers = observers
         self._last: RestorePoint | None = None
-        #: The newest step of this attempt that a resume can begin behind: with snapshots that is not each of them.
-        self._last_held: RestorePoint | None = None
         self._last_metrics: dict[str, float] | None = None  # once it is closed
         #: The step number of the last commit, restore point or not; None before the first.
         self._number: int | None = None
@@ -254,7 +251,7 @@ class Session:
         self._step_hooks = StepHooks(optimizers, self._recorder)
         self._tap = GradientTap(training, self._data_parallel, link.finish_sending, self._compression)
         self._switch = GenerationSwitch(training, link, staging, changes, self._mode, self._tap)
-        self._protection = Protection(training, link, staging, self._switch, peers, changes, self._stage_and_commit)
+        self._protection = Protection(training, link, staging, self._switch, peers, changes, self._tap)
         self._tuning = Tuning(training, self._mode, self._protection, staging, rank_state)
         self._preemption = PreemptionNotice(link.tell_preempted)
         self._logged = LoggedValues(link.send_if_connected)
@@ -544,7 +541,7 @@ class Session:
                 self._end_repetition(point)
             else:
                 self._first_steps.compare_following(point)
-                # Calls _stage_and_commit. Errors make a gap in protection, and end no training.
+                # Errors of this make a gap in protection, and end no training.
                 self._protection.end_record(point)
                 self._launch.count_commit(self._link.attempt)
                 if self._ranks.rank == 0:
@@ -554,53 +551,6 @@ class Session:
             # Observers get the frame of the loop that commits.
             self._tell_observers(point, is_repetition, sys._getframe(1))
         return True
-
-    def _stage_and_commit(self, point: RestorePoint) -> None:
-        """Stage what the record lacks, seal it, tell the agent; or write the whole state where a generation is due."""
-        record, staging, switch = point.record, self._staging, self._switch
-        switch.make_due_if_ranks_differ(record)
-        if not switch.is_due(record):
-            staging.stage_by_value(record)
-        problem = switch.find_problem()
-        if problem is not None:
-            switch.order_generation(record, problem)  # ranks that share slots are given a later record, the same one
-        if switch.is_due(record):  # asked again: the order may have made it so
-            # The state of this record is written by value: the agent needs no record before it any more.
-            switch.write_generation(point)
-            self._last_held = point
-            switch.enter_record(record + 1)
-            self._protection.end_gap(point)
-        elif staging.ready and (problem is None or staging.commits_uncaptured(record)):  # or: nothing to get wrong
-            # Nothing changes the slot behind the seal. Once its copies have ended the stamp is set, and the agent told.
-            self._send_commit(staging.seal(point))
-            if not staging.commits_uncaptured(record):
-                self._last_held = point
-            self._obey_copy_order(point)
-            switch.warn_of_state_left_out()
-            switch.enter_record(record + 1)
-        else:
-            self._link.send(Void(record, problem or self._recorder.problem or "no generation to write to"))
-
-    def _send_commit(self, finish: Callable[[], Commit]) -> None:
-        if not self._copier.asynchronous:
-            self._link.send(finish())
-            return
-        self._link.send_later(finish)
-        if not self._tap.current.holds_reductions_back and self._ranks.world_size > 1:
-            # A reduction would imply to other ranks that this rank has committed.
-            self._link.finish_sending()
-
-    def _obey_copy_order(self, point: RestorePoint) -> None:
-        """Copy the state for a checkpoint, if the agent has ordered one."""
-        order = self._link.take_order(point.record)
-        if order is not None:
-            finish = self._staging.copy_rank_part(order, point)
-            if self._copier.asynchronous:
-                self._link.send_later(finish, caller_waits=False)
-            else:
-                self._link.send(finish())
-        elif (coming := self._link.order) is not None:
-            self._staging.expect_copy(coming)
 
     def _end_step(self, point: RestorePoint) -> None:
         """Close this step's counters before the record is delivered.
@@ -819,7 +769,7 @@ class Session:
 
     def _say_what_stays(self) -> None:
         """Say what stays held behind this process, for how long, and how to let go of it; nothing of a closed one."""
-        last, writer = self._last_held or self._resumption.point, self._staging.writer
+        last, writer = self._protection.last_held or self._resumption.point, self._staging.writer
         if self._closed or last is None or writer is None or self.agent_pid is None or self._ranks.rank:
             return
         held = f"{nbytes_text(writer.layout.total_bytes)}{' a rank' if self._ranks.world_size > 1 else ''}"
