@@ -9,8 +9,9 @@ import hashlib
 import logging
 import os
 import secrets
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -29,7 +30,7 @@ from memckpt.capture.recorder import Recorder
 from memckpt.capture.taps.ddp import LOCAL_STEPS, refuse_local_sgd
 from memckpt.capture.taps.shards import check_flattened, is_flattened
 from memckpt.config import SLICED_NODES, MemckptConfig, ResumeChoice
-from memckpt.config.arguments import LAUNCHER, RESTART_COUNT
+from memckpt.config.arguments import LAUNCHER, RESTART_COUNT, ProtectionArguments
 from memckpt.errors import MemckptError, UnsupportedError
 from memckpt.processes.address import node_name
 from memckpt.processes.handles import start_ticks
@@ -43,6 +44,14 @@ from memckpt.state.tensors import is_dtensor, local
 T = TypeVar("T")
 _log = logging.getLogger("memckpt")
 _LAUNCH_FILE = "launch"
+_LATER = (
+    "a later training of this script is held in {}. If this start has skipped those before it, it takes up another "
+    "one's state: give each training a run_dir of its own"
+)
+_OPEN = (
+    "another session of this process with this run_dir is not closed. If its training has ended, this one takes up its "
+    "state: call close() there, or give each training a run_dir of its own"
+)
 
 
 class Ranks:
@@ -250,6 +259,60 @@ class Launch:
         except OSError:  # no launch has obeyed; the other ranks wait for this one's answer
             return 0
         return int(attempt) if name == self._name and attempt.isdecimal() else 0
+
+
+class Ordinal:
+    """Which training of this process a session protects, of those with one run directory: 1, 2, ...
+
+    A script may pretrain and finetune. Started again, its first training must not go on from what its second one held.
+    """
+
+    #: By run directory: trainings that have finished, and sessions that are not closed.
+    _finished: ClassVar[Counter[Path]] = Counter()
+    _open: ClassVar[Counter[Path]] = Counter()
+
+    def __init__(self, run_dir: str, ranks: Ranks) -> None:
+        self._run_dir, self._leads = Path(run_dir).resolve(), ranks.rank == 0
+        # One rank may have failed behind the last commit of a training that the others have finished.
+        self._number = min(ranks.together(lambda: self._finished[self._run_dir])) + 1
+
+    def find_doubt(self) -> str:
+        """Why what is held may be another training's, in words; empty if nothing says so."""
+        later = self._run_dir / f"training-{self._number + 1}"
+        if self._open[self._run_dir]:
+            return _OPEN
+        return _LATER.format(later) if later.is_dir() else ""
+
+    def place(self, arguments: ProtectionArguments) -> ProtectionArguments:
+        """The arguments for this training: behind the first one, a folder in the run directory and in the storage."""
+        if self._number == 1:
+            return arguments
+        name = f"training-{self._number}"
+        config, run_dir = arguments.config, str(Path(arguments.run_dir) / name)
+        storage = config.storage
+        if storage is not None and storage.url is not None:
+            config = replace(config, storage=replace(storage, url=f"{storage.url.rstrip('/')}/{name}"))
+        if self._leads:
+            _log.warning(
+                "memckpt: %s has finished a training of this process: training %d is held in %s. A restarted script "
+                "runs the former ones again, or takes their final step from storage",
+                arguments.run_dir,
+                self._number,
+                run_dir,
+            )
+        # What is asked of a start is asked of the first: nothing is held of one that has not begun.
+        resume = "auto" if arguments.resume == "require" else arguments.resume
+        return ProtectionArguments(run_dir, resume, config)
+
+    def note_open(self) -> None:
+        """Count a session that has begun."""
+        self._open[self._run_dir] += 1
+
+    def note_closed(self, finished: bool) -> None:
+        """Have the next session with the run directory protect another training, if this one has finished."""
+        self._open[self._run_dir] -= 1
+        if finished:
+            self._finished[self._run_dir] = self._number
 
 
 def refuse_unordered(

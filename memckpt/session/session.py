@@ -8,12 +8,10 @@ import operator
 import os
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -52,6 +50,7 @@ from memckpt.session.rank_state import ACCEPTED, MADE, METRICS, OBJECTS, OWN, Pa
 from memckpt.session.ranks import (
     Launch,
     LocalTraining,
+    Ordinal,
     Ranks,
     find_own_buffers,
     find_replicas,
@@ -73,14 +72,6 @@ _log = logging.getLogger("memckpt")
 #: What a loggers' user looks at: the cost, how far storage is, restarts, and whether something is wrong.
 _MAIN_METRICS = ("stall_ms", "stored_step", "attempt", "alarms")
 _AT_STEP_BECAUSE, _DOUBT = OWN + "at_step_because", OWN + "doubt"
-_LATER = (
-    "a later training of this script is held in {}. If this start has skipped those before it, it takes up another "
-    "one's state: give each training a run_dir of its own"
-)
-_OPEN = (
-    "another session of this process with this run_dir is not closed. If its training has ended, this one takes up its "
-    "state: call close() there, or give each training a run_dir of its own"
-)
 
 
 def _whole_number(step: int) -> int:
@@ -89,60 +80,6 @@ def _whole_number(step: int) -> int:
         return operator.index(step)
     except TypeError:
         raise UsageError(f"commit(step=...): expected a whole number, found {step!r}") from None
-
-
-class _Ordinal:
-    """Which training of this process a session protects, of those with one run directory: 1, 2, ...
-
-    A script may pretrain and finetune. Started again, its first training must not go on from what its second one held.
-    """
-
-    #: By run directory: trainings that have finished, and sessions that are not closed.
-    _finished: ClassVar[Counter[Path]] = Counter()
-    _open: ClassVar[Counter[Path]] = Counter()
-
-    def __init__(self, run_dir: str, ranks: Ranks) -> None:
-        self._run_dir, self._leads = Path(run_dir).resolve(), ranks.rank == 0
-        # One rank may have failed behind the last commit of a training that the others have finished.
-        self._number = min(ranks.together(lambda: self._finished[self._run_dir])) + 1
-
-    def find_doubt(self) -> str:
-        """Why what is held may be another training's, in words; empty if nothing says so."""
-        later = self._run_dir / f"training-{self._number + 1}"
-        if self._open[self._run_dir]:
-            return _OPEN
-        return _LATER.format(later) if later.is_dir() else ""
-
-    def place(self, arguments: ProtectionArguments) -> ProtectionArguments:
-        """The arguments for this training: behind the first one, a folder in the run directory and in the storage."""
-        if self._number == 1:
-            return arguments
-        name = f"training-{self._number}"
-        config, run_dir = arguments.config, str(Path(arguments.run_dir) / name)
-        storage = config.storage
-        if storage is not None and storage.url is not None:
-            config = replace(config, storage=replace(storage, url=f"{storage.url.rstrip('/')}/{name}"))
-        if self._leads:
-            _log.warning(
-                "memckpt: %s has finished a training of this process: training %d is held in %s. A restarted script "
-                "runs the former ones again, or takes their final step from storage",
-                arguments.run_dir,
-                self._number,
-                run_dir,
-            )
-        # What is asked of a start is asked of the first: nothing is held of one that has not begun.
-        resume = "auto" if arguments.resume == "require" else arguments.resume
-        return ProtectionArguments(run_dir, resume, config)
-
-    def note_open(self) -> None:
-        """Count a session that has begun."""
-        self._open[self._run_dir] += 1
-
-    def note_closed(self, finished: bool) -> None:
-        """Have the next session with the run directory protect another training, if this one has finished."""
-        self._open[self._run_dir] -= 1
-        if finished:
-            self._finished[self._run_dir] = self._number
 
 
 class Session:
@@ -174,7 +111,7 @@ class Session:
         self._stalled_before = 0.0
         refuse_unordered(model, optimizers, data_parallel)
         self._ranks = Ranks()
-        self._ordinal = _Ordinal(arguments.run_dir, self._ranks)
+        self._ordinal = Ordinal(arguments.run_dir, self._ranks)
         arguments = self._ordinal.place(arguments)
         self._run_dir = arguments.run_dir
         self._launch = Launch(Path(arguments.run_dir), self._ranks)
