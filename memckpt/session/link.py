@@ -489,7 +489,7 @@ class LoggedValues:
             if isinstance(value, Real) and math.isfinite(value):
                 self._values[str(name)] = float(value)
 
-    def commit(self, optimizers: Sequence[Optimizer]) -> None:
+    def send_if_due(self, optimizers: Sequence[Optimizer]) -> None:
         """Send what there is, with the rate of the first group, if it is time."""
         if (now := time.monotonic()) >= self._due:
             self._due = now + _LOGGED_SECONDS

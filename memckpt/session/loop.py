@@ -229,7 +229,7 @@ class Loop:
 
     # Each commit
 
-    def count_commit(self, numbered: bool) -> None:
+    def note_call(self, numbered: bool) -> None:
         """Note that the user has called commit(), with or without a number, whether that ends a record or not."""
         took = {each.took for each in self._followers}
         again, before = False in took and True not in took, self._again
@@ -239,7 +239,7 @@ class Loop:
         self._again, self._had_passes = again, self._had_passes and not numbered
         self._followers.committing()
 
-    def can_end_record(self, epoch_over: bool) -> bool:
+    def check_record_end(self, epoch_over: bool) -> bool:
         """Check the place of a commit: False where its step belongs to the next record.
 
         That is so once behind the loop over an epoch's batches: an accumulation's remainder. A restart takes the
@@ -280,8 +280,8 @@ class Loop:
         for each in self._followers:
             each.prove()
 
-    def end_commit(self) -> None:
-        """Note that the commit was one."""
+    def note_record_end(self) -> None:
+        """Note the place in the data at which a record has ended."""
         self.batch = self._batch_now()
         self._ended_at_commit = self._followers.ended
         if not len(self._followers):

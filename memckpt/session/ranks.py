@@ -238,8 +238,8 @@ class Launch:
             _log.warning("memckpt: resume=%r was obeyed by an earlier attempt of this launch: it goes on", self.asked)
         return resume
 
-    def count_commit(self, attempt: int) -> None:
-        """Count a commit of this attempt; the second one is what a restart goes on from."""
+    def note_obeyed(self, attempt: int) -> None:
+        """Note at the second commit of this attempt, from which a restart goes on, that the launch has obeyed."""
         if not self._commits_left:
             return
         self._commits_left -= 1

@@ -446,7 +446,11 @@ class Session:
             epoch_over: the loop over a :meth:`loader` is left after this batch although it has more.
 
         Raises:
-            UsageError: the session is closed, or not restored; `step` is no whole number.
+            UsageError: the session is closed, or not restored; `step` is no whole number; the place in the data, or
+                whether gradients are pending, cannot be known.
+            UnsupportedError: inputs are uneven (join), or a backward is in a CUDA graph on several ranks.
+            ResumeMismatchError: the first steps after a resume differ, with ``resume_check="require"``.
+            DamagedStateError: the state behind a repeated step cannot be put back.
 
         Returns:
             True if this was a restore point. False if the record goes on, as gradients are being accumulated, or as
@@ -458,69 +462,62 @@ class Session:
         self._refuse_unrestored("commit()")
         is_repetition = self._first_steps.repetition is not None
         with self._clock.in_commit(), self._copier.behind_training():
-            self._loop.count_commit(step is not None)
+            self._loop.note_call(step is not None)
             refuse_join_context(self._data_parallel)
             self._recorder.cuda_graphs.refuse_hidden_backward(self._ranks.world_size, gradients_pending is not None)
             self._number = self._next_step() if step is None else _whole_number(step)
             if not self._is_restore_point(gradients_pending):
                 return False  # the record goes on
-            if not self._loop.can_end_record(epoch_over):
+            if not self._loop.check_record_end(epoch_over):
                 return False
             if not is_repetition:
-                self._first_steps.hear_witness(self._number)
+                self._first_steps.check_witness(self._number)
             # If user code raises here, the record goes on; the call has been counted.
             rank_state = self._rank_state.capture(self._tap.current.layout, self._recorder.pending.capture())
-            self._rank_state.add_to_report = None  # from here on a reason goes into later records' reports
+            self._rank_state.add_to_report = None  # it is complete: what is found from now on concerns later resumes
             point = RestorePoint(self._recorder.record, self._number, rank_state)
-            self._end_step(point)  # before the record is staged: a mode that changes here makes a generation due
+            self._end_step(point)
             if is_repetition:
                 # The step has been taken before: it is compared, and the state that it led to then is put back.
                 self._end_repetition(point)
             else:
-                self._first_steps.compare_following(point)
+                self._first_steps.check_following(point)
                 # Errors of this make a gap in protection, and end no training.
                 self._protection.end_record(point)
-                self._launch.count_commit(self._link.attempt)
+                self._launch.note_obeyed(self._link.attempt)
                 if self._ranks.rank == 0:
-                    self._logged.commit(self._live.optimizers)
+                    self._logged.send_if_due(self._live.optimizers)
             self._recorder.mark_step_end_for_peers(point.record)
         if self._observers:
             # Observers get the frame of the loop that commits.
             self._tell_observers(point, is_repetition, sys._getframe(1))
         return True
 
-    def _end_step(self, point: RestorePoint) -> None:
-        """Close this step's counters before the record is delivered.
-
-        Collective: mode and tuning may change from this record on.
-        """
-        self._reductions_at_commit = self._tap.current.reductions
-        self._switch.update_mode(point.record)
-        self._tuning.end_record(point.record)
-        self._last = point
-        self._rank_state.unrepeatable = ""
-        self._loop.end_commit()
-
-    def _tell_observers(self, point: RestorePoint, is_repetition: bool, caller: FrameType) -> None:
-        check, states = (self.check.verdict, self.check.line), self._rank_state
-        committed = Committed(
-            point.step,
-            point.record,
-            lambda: states.parts(codec.decode(point.rank_state)),
-            caller,
-            self.stall.total,
-            is_repetition,
-            self.agent_pid,
-            check,
-        )
-        for each in self._observers:
-            each.see_committed(committed)
-
     def _next_step(self) -> int:
         """The step number behind the last call's, or behind the restored one; the record's where there is neither."""
         if self._number is None:
             return self._recorder.record if self._resumption.held is None else self._resumption.held.step + 1
         return self._number + 1
+
+    def _is_restore_point(self, gradients_pending: bool | None) -> bool:
+        """Whether the record may end here; pending gradients are waived where the caller says that none is."""
+        if self._ranks.world_size > 1 and self._tap.current.reductions == self._reductions_at_commit:
+            # A batch without a reduction of all ranks belongs to the next record: its commit would not order the ranks.
+            return False
+        if gradients_pending is None:
+            return self._recorder.pending.at_restore_point()
+        if not gradients_pending:
+            self._recorder.pending.waive()
+        return not gradients_pending
+
+    def _end_step(self, point: RestorePoint) -> None:
+        """Count the step before its record is staged. Collective: the mode may change, and make a generation due."""
+        self._reductions_at_commit = self._tap.current.reductions
+        self._switch.update_mode(point.record)
+        self._tuning.end_record(point.record)
+        self._last = point
+        self._rank_state.unrepeatable = ""
+        self._loop.note_record_end()
 
     def _end_repetition(self, point: RestorePoint) -> None:
         """End the repeated step of the resumed record: compare, and go on from the held state."""
@@ -545,15 +542,20 @@ class Session:
             self._protection.lose_agent(point, lost)
         self._protection.begin_next_unless_begun(point.record)
 
-    def _is_restore_point(self, gradients_pending: bool | None) -> bool:
-        if self._ranks.world_size > 1 and self._tap.current.reductions == self._reductions_at_commit:
-            # A batch without a reduction of all ranks belongs to the next record: its commit would not order the ranks.
-            return False
-        if gradients_pending is None:
-            return self._recorder.pending.at_restore_point()
-        if not gradients_pending:
-            self._recorder.pending.waive()
-        return not gradients_pending
+    def _tell_observers(self, point: RestorePoint, is_repetition: bool, caller: FrameType) -> None:
+        check, states = (self.check.verdict, self.check.line), self._rank_state
+        committed = Committed(
+            point.step,
+            point.record,
+            lambda: states.parts(codec.decode(point.rank_state)),
+            caller,
+            self.stall.total,
+            is_repetition,
+            self.agent_pid,
+            check,
+        )
+        for each in self._observers:
+            each.see_committed(committed)
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Note losses that the script logs, of which ``memckpt report`` draws a sample every few seconds.

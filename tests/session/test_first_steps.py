@@ -28,7 +28,7 @@ def test_what_one_rank_finds_until_the_first_commit_corrects_the_reports_of_all(
             if ranks.rank == 1:
                 steps.depart("other data")
         for step in (4, 5):
-            steps.hear_witness(step)  # asks the others once
+            steps.check_witness(step)  # asks the others once
         steps.close()
         return steps.report.reasons if steps.report is not None else ()
 

@@ -47,7 +47,7 @@ def test_numbers_are_kept_and_what_is_on_a_device_is_not_read() -> None:
             7: 1.0,
         }  # type: ignore[dict-item]
     )
-    logged.commit([an_optimizer()])
+    logged.send_if_due([an_optimizer()])
     assert [each.values for each in sent] == [{"loss": 2.5, "val_loss": 0.5, "lr": 0.1}]
     logged.note_losses({f"loss_{number}": 1.0 for number in range(20)})
     assert len(logged._values) == 8
@@ -60,7 +60,7 @@ def test_they_are_sent_once_a_second_the_newest_of_each(monkeypatch: pytest.Monk
     logged, optimizer = LoggedValues(sent.append), an_optimizer(torch.tensor(0.5))
     for step in range(40):
         logged.note_losses({"loss": float(step)})
-        logged.commit([optimizer])
+        logged.send_if_due([optimizer])
         now += 0.125
     assert [each.values for each in sent] == [{"loss": float(step), "lr": 0.5} for step in (0, 8, 16, 24, 32)]
 

@@ -63,7 +63,7 @@ def test_a_launch_obeys_a_start_over_until_an_attempt_has_committed_twice(
         resolved = launch.resolve(resume)
         assert launch.resolve(resume) == resume, "the process decides anew"
         for _ in range(commits):
-            launch.count_commit(attempt=7)
+            launch.note_obeyed(attempt=7)
         return resolved
 
     assert [start(restarts, 1) for restarts in range(3)] == [resume] * 3

@@ -172,7 +172,7 @@ class FirstSteps:
         generation = repetition.held.generation
         return None if generation is None else generation.take_writer()
 
-    def compare_following(self, point: RestorePoint) -> None:
+    def check_following(self, point: RestorePoint) -> None:
         """Compare the rank state of the step after a captured state, of which no more is known.
 
         Raises as :meth:`tell_verdict` does.
@@ -189,7 +189,7 @@ class FirstSteps:
         judge(self.check, everybody, self._training.any_accelerator(), what)
         self.tell_verdict()
 
-    def hear_witness(self, step: int) -> None:
+    def check_witness(self, step: int) -> None:
         """Compare gradients at the end of the first record after the resumed one, and correct all ranks' reports alike.
 
         The record's rank state is not captured yet, and carries what is found. Raises as :meth:`tell_verdict` does.
