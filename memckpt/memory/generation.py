@@ -503,7 +503,6 @@ def describe(
         ranks=ranks,
         history=history,
         world_size=spec.world_size,
-        digest=spec.digest(),
         sharding=spec.sharding(),
         newest=newest if steps else 0,
         replicas=spec.replicas,

@@ -15,7 +15,7 @@ from memckpt.state.records import HeldRecords, RankGroup, Timeline
 from memckpt.state.spec import StateSpec
 
 #: Bumped whenever a message changes; both sides refuse another one.
-PROTOCOL_VERSION = 32
+PROTOCOL_VERSION = 33
 
 
 class Launcher(msgspec.Struct, frozen=True, array_like=True):

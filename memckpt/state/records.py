@@ -85,7 +85,6 @@ class HeldRecords(msgspec.Struct, frozen=True, array_like=True):
     ranks: RankGroup = ()  #: the ranks whose rank states it holds for all of them
     history: tuple[Branch, ...] = ()  #: timelines, oldest first; the last one is that of the newest record
     world_size: int = 0  #: number of ranks of the attempt that wrote them
-    digest: str = ""  #: of the layout
     problem: str = ""  #: reason why none of it may be used; empty if there is none
     sharding: str = ""  #: :meth:`StateSpec.sharding`
     newest: int = 0  #: the newest record that all of its ranks have committed; captured state may be older

@@ -233,7 +233,6 @@ class Live:
             self.unit,
             self.history,
             setting.nodes,
-            spec.digest(),
             newest=max(self.newest, 0),
             replicas=spec.replicas,
         )
