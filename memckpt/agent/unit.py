@@ -155,7 +155,7 @@ class Unit:
         if self._resumed is None or record < self._resumed.record:
             if self.history and self.history[-1].timeline == message.timeline:
                 self.history = self.history[:-1]
-            self._resumed = ResumedState(self.generations.able_to_produce(record), record, message.repeat)
+            self._resumed = ResumedState(self.generations.able_to_produce(record), record, message.before)
             self.generations.stand_at(record, self._resumed.behind)
             follows = timeline_of(self.history, record)
             if follows is not None:
@@ -304,22 +304,22 @@ class Unit:
 
 
 class ResumedState:
-    """A record to which all ranks go back; with `repeat` the replica stays one record behind it if it can."""
+    """A record to which all ranks go back; with `before` the replica stays one record behind it if it can."""
 
-    def __init__(self, generation: Generation, record: int, repeat: bool) -> None:
+    def __init__(self, generation: Generation, record: int, before: bool) -> None:
         self.record = record
         #: Rank states of the records after a captured one, by record and rank.
         self._following = generation.following(record)
         #: Why its step is not repeated though that is wanted, in words.
-        self._not_repeated = generation.why_not_repeated(record) if repeat else ""
-        self._before = _before(generation, record) if repeat and not self._not_repeated else None
+        self._not_repeated = generation.why_not_repeated(record) if before else ""
+        self._before = _before(generation, record) if before and not self._not_repeated else None
         self._earlier = tuple(_earlier(generation, record)) if generation.replica is None else ()
         self._generation = generation
         #: By how many records the replica stays behind.
         self.behind = int(self._before is not None)
 
     def prepared(self) -> said.Prepared:
-        """The message with all that a rank needs to restore it."""
+        """Have the replica stand there; make the message with all that a rank needs to restore it."""
         held = self._generation
         missing: tuple[tuple[int, int, str], ...] = ()
         metas: tuple[bytes, ...] = ()

@@ -83,16 +83,16 @@ class Resume(msgspec.Struct, frozen=True, tag="resume"):
 
     record: int
     timeline: Timeline
-    repeat: bool = False  #: also produce the state after the record before, from which its step is taken once more
+    before: bool = False  #: also produce the state before it, from which its step is taken once more
 
 
 class Before(msgspec.Struct, frozen=True, array_like=True):
-    """The state after the record before the one that is resumed."""
+    """A state before the resumed one, and what redoes the next step."""
 
     metas: tuple[bytes, ...]  #: the records to redo for it (lazy); empty where the replica stands there (eager)
-    meta: bytes  #: the resumed record's own scalars, with which the repeated step is compared
-    rank_states: dict[int, bytes]  #: those of the record before, by rank
-    step: int  #: the framework's number of the record before
+    meta: bytes  #: scalars of the record behind it, with which a repeated step is compared
+    rank_states: dict[int, bytes]  #: its own, by rank
+    step: int  #: the framework's number of its record
 
 
 class Prepared(msgspec.Struct, frozen=True, tag="prepared"):

@@ -208,9 +208,9 @@ class AgentLink:
                 return regions
             regions.close()  # the answer to a question that was given up
 
-    def resume(self, record: int, timeline: Timeline, repeat: bool) -> PreparedRegions:
-        """Have the agent produce the state after a record; with `repeat` the state before it as well."""
-        return self._request_regions(trainer.Resume(record, timeline, repeat))
+    def resume(self, record: int, timeline: Timeline, before: bool) -> PreparedRegions:
+        """Have the agent produce the state after a record; with `before` also that before it."""
+        return self._request_regions(trainer.Resume(record, timeline, before))
 
     def _request_regions(self, message: trainer.Prepare | trainer.Resume) -> PreparedRegions:
         connection = self.connection

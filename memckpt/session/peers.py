@@ -51,7 +51,7 @@ class Peers:
 
     Attributes:
         active: whether peers are configured.
-        units: for each rank, its node and the ranks there that hold the same shards; set by :meth:`listen`.
+        units: for each rank, its node and the ranks there that hold the same shards; set by :meth:`find_fragments`.
     """
 
     def __init__(self, config: ErasureConfig | None, ranks: Ranks, link: AgentLink, agent: AgentConfig) -> None:
@@ -73,10 +73,10 @@ class Peers:
 
     # Start
 
-    def exchange_addresses(self) -> list[HeldFragments]:
-        """Have all nodes listen with new keys, and know each other. Collective.
+    def find_fragments(self) -> list[HeldFragments]:
+        """Find the records of others that each node keeps; none without peers. Collective.
 
-        Returns the records of others that each node keeps.
+        All nodes listen with new keys then, and know each other.
         """
         config, ranks = self._config, self._ranks
         self._refuse_differing()
@@ -148,12 +148,12 @@ class Peers:
         self,
         plan_without: Callable[[Collection[BadSource], bool], Plan],
         spec: StateSpec,
-        with_previous: bool = False,
+        before: bool = False,
         adopt: bool = False,
     ) -> Plan:
         """Make the plan as :meth:`PeerRecovery.plan_with_peers` does; there must be peers."""
         assert self._recovery is not None
-        return self._recovery.plan_with_peers(plan_without, spec, self._join, with_previous, adopt)
+        return self._recovery.plan_with_peers(plan_without, spec, self._join, before, adopt)
 
     def _join(self, plan: Plan) -> None:
         config = self._config
@@ -310,7 +310,7 @@ class PeerRecovery:
         plan_without: Callable[[Collection[BadSource], bool], Plan],
         spec: StateSpec,
         join: Callable[[Plan], None],
-        with_previous: bool,
+        before: bool,
         adopt: bool,
     ) -> Plan:
         """Make the plan and fetch the states that it needs; repeat without sources that prove to be bad. Collective.
@@ -329,7 +329,7 @@ class PeerRecovery:
         avoided = Avoided()
         tried_again = False
         while True:
-            plan = self._choose(plan_without, with_previous, avoided)
+            plan = self._choose(plan_without, before, avoided)
             join(plan)
             if not isinstance(plan, RestoreRecord) or not plan.fetches:
                 return plan
@@ -337,7 +337,7 @@ class PeerRecovery:
             if not problems:
                 return plan
             if any(fetch.before for fetch in plan.fetches):
-                with_previous = False  # the state before serves a check only: no source is given up for it
+                before = False  # the state before serves a check only: no source is given up for it
                 continue
             found, silent = _blamed(problems)
             if not found and tried_again:
@@ -353,12 +353,12 @@ class PeerRecovery:
             avoided.silent |= silent
 
     def _choose(
-        self, plan_without: Callable[[Collection[BadSource], bool], Plan], with_previous: bool, avoided: Avoided
+        self, plan_without: Callable[[Collection[BadSource], bool], Plan], before: bool, avoided: Avoided
     ) -> Plan:
         """The plan without the sources that are avoided; silent ones are asked again where it falls behind for them."""
-        plan = _made(lambda: plan_without(avoided.all, with_previous))
+        plan = _made(lambda: plan_without(avoided.all, before))
         if avoided.silent:
-            wanted = _made(lambda: plan_without(avoided.bad, with_previous))
+            wanted = _made(lambda: plan_without(avoided.bad, before))
             same = (
                 isinstance(plan, RestoreRecord) and isinstance(wanted, RestoreRecord) and plan.record == wanted.record
             )

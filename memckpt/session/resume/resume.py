@@ -158,8 +158,8 @@ class Resumption:
         self._peers = peers
         self._run_dir = run_dir
         self._first_steps, self._check = first_steps, first_steps.check
-        #: Whether settings have the last step repeated; and whether the state before it is asked for.
-        self._replays = self._repeats = training.config.replays
+        #: Whether settings have the last step repeated; and whether the state before the chosen one is asked for, too.
+        self._replays = self._before = training.config.replays
         self.resharding = Resharding(training, link, peers, run_dir)
         self._reason = ""
         self._found: Found | None = None
@@ -209,7 +209,7 @@ class Resumption:
         self._reason, self._spec, self._resume = reason, spec, resume
         self._found = found = self._look(launch.asked)
         self._resume = launch.settle(resume, found.newest_attempt)
-        self._repeats = self._replays and not isinstance(self._resume, int)
+        self._before = self._replays and not isinstance(self._resume, int)
         plan = self._agree(found)
         start = self._open(plan, found)
         if self._ranks.rank == 0:
@@ -225,7 +225,7 @@ class Resumption:
         own = inventories[ranks.rank].held
         held = [each for inventory in inventories for each in inventory.held]
         shardings = ranks.together(spec.sharding)
-        fragments = self._peers.exchange_addresses()
+        fragments = self._peers.find_fragments()
         former = max(inventory.attempt for inventory in inventories)
         attempt = NewAttempt(ranks.world_size, ranks.nonce, shardings, self._peers.units, former)
         resharding = must_reshard(held, attempt, fragments)
@@ -261,13 +261,13 @@ class Resumption:
         """Make the plan, with what peers can bring; the agent gets its timeline."""
         tier = found.tier
 
-        def plan_without(bad: Collection[BadSource], with_previous: bool) -> Plan:
+        def plan_without(bad: Collection[BadSource], before: bool) -> Plan:
             stored = Stored(tier.points, tier.catalog.latest_attempt, tier.name, tier.catalog.stranded)
-            return make_plan(found.held, self._resume, found.attempt, stored, found.fragments, bad, with_previous)
+            return make_plan(found.held, self._resume, found.attempt, stored, found.fragments, bad, before)
 
-        make = partial(plan_without, (), self._repeats)
+        make = partial(plan_without, (), self._before)
         if self._peers.active:
-            make = partial(self._peers.plan_with_peers, plan_without, self._spec, self._repeats)
+            make = partial(self._peers.plan_with_peers, plan_without, self._spec, self._before)
         plan = plan_with_storage(tier, self._resume, make)
         self._link.claimed = tier.claimed  # the planning may have claimed the store
         self._timeline = plan.timeline
@@ -355,7 +355,7 @@ class Resumption:
                 f"in this attempt ranks {list(self._ranks.local_ranks)} run there; expected every rank on the node "
                 "where it was. Restart with the same placement of ranks, or use resume='never' to drop what is held"
             )
-        regions = self._link.resume(plan.record, plan.timeline, self._repeats)
+        regions = self._link.resume(plan.record, plan.timeline, self._before)
         try:
             self.chosen = ChosenInMemory.of(plan, regions, self._ranks.rank, self._ranks.world_size)
         except BaseException:  # raised again: the regions have no other owner yet
@@ -551,7 +551,7 @@ class Resumption:
         if isinstance(chosen, ChosenInMemory):
             plan = chosen.plan
             # The agent goes back further, too; its regions are those that `generation` has open.
-            self._ranks.together(lambda: self._link.resume(plan.record, plan.timeline, repeat=False).close())
+            self._ranks.together(lambda: self._link.resume(plan.record, plan.timeline, before=False).close())
             return None
         assert former is not None
         if former.generation is not None:
