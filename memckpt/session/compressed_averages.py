@@ -229,23 +229,21 @@ class CompressedAverages:
                 self._recorder.fail("gradients are averaged in 16 bits from now on")
 
     def expect_carried(self) -> None:
-        """Mark what is carried before a restore, so that :meth:`restored` sees what nothing restored."""
+        """Mark what is carried before a restore, so that :meth:`end_restore` sees what nothing restored."""
         for tensor in self._carried():
             tensor.fill_(torch.nan)
 
-    def restored(self, report: RestoreReport, provided: Mapping[str, Any]) -> RestoreReport:
+    def end_restore(self, report: RestoreReport, provided: Mapping[str, Any]) -> None:
         """End a restore: what is carried beside tensors is loaded; frameworks restore theirs, and know nothing of ours.
 
         The compressor begins anew, and the report is inexact, where the dead attempt was not compressed so, or dropped
         what it carried, or where another rank's state was restored.
         """
         self._rank_state.load([RESIDUALS, _POWER_SGD], provided)
-        why = self._why_not_restored(report, provided)
-        if not why:
-            return report
-        if self.reducer is not None:
-            self.reducer.restart()
-        return report.because(why)
+        if why := self._why_not_restored(report, provided):
+            if self.reducer is not None:
+                self.reducer.restart()
+            report.because(why)
 
     def _why_not_restored(self, report: RestoreReport, provided: Mapping[str, Any]) -> str:
         """Why the dead attempt's compressor would have gone on otherwise, in words; empty if it would not."""

@@ -59,7 +59,7 @@ from memckpt.session.ranks import (
     refuse_join_context,
     refuse_unordered,
 )
-from memckpt.session.resume.chosen import ChosenInMemory
+from memckpt.session.resume.chosen import Chosen, ChosenInMemory
 from memckpt.session.resume.first_steps import FirstSteps, ProvenEnvironments
 from memckpt.session.resume.report import VERDICT_VALUES, HeldState, RestoreReport, ResumeCheck, describe_protection
 from memckpt.session.resume.resume import Resumption
@@ -320,19 +320,12 @@ class Session:
             self._switch.start(filled.start.record)
         if filled.refuted:
             self._switch.distrust_resumed(filled.refuted)
-        report = self._resumption.go_on(filled, self._tap.current, self._protection.resume)
+        writer = self._resumption.go_on(filled, self._tap.current)
+        if writer is not None:
+            self._protection.resume(writer, chosen.held.record)
+        report = self._resumption.finish(filled)
         self._tuning.set_redo_seconds(self._resumption.record_redo_seconds)
-        doubt = chosen.not_exact or chosen.held.rank_state.get(_DOUBT, "")
-        self._rank_state.take_over(chosen.state)
-        own = (doubt, *self._rank_state.reasons)
-        report = report.because(*(reason for each in self._ranks.gather(own) for reason in each))
-        report = self._compression.restored(report, chosen.held.rank_state)
-        self._rank_state.add_to_report = report.because
-        self._rank_state.load([OBJECTS, METRICS, MADE], chosen.held.rank_state)
-        report.because(*(overridden := self._rank_state.made.overridden))
-        if overridden and isinstance(chosen, ChosenInMemory) and chosen.following:
-            chosen.following = {}
-            self.check.repeat_nothing("it was taken with other hyperparameters")
+        self._restore_beside(chosen, report)
         self._tap.reinstall()  # parameters may have been unfrozen when the dead attempt ended
         if self._ranks.rank == 0:
             what = report.step, report.record, report.tier, round(report.seconds, 3), report.steps_lost
@@ -342,6 +335,20 @@ class Session:
         for each in self._observers:
             each.see_restored(report.step, report.record, report.tier, report.seconds, report.repeated)
         return report
+
+    def _restore_beside(self, chosen: Chosen, report: RestoreReport) -> None:
+        """Restore what goes with tensors, and have the report say why training does not go on exactly; collective."""
+        doubt = chosen.not_exact or chosen.held.rank_state.get(_DOUBT, "")
+        self._rank_state.take_over(chosen.state)
+        own = (doubt, *self._rank_state.reasons)
+        report.because(*(reason for each in self._ranks.gather(own) for reason in each))
+        self._compression.end_restore(report, chosen.held.rank_state)
+        self._rank_state.add_to_report = report.because
+        self._rank_state.load([OBJECTS, METRICS, MADE], chosen.held.rank_state)
+        report.because(*(overridden := self._rank_state.made.overridden))
+        if overridden and isinstance(chosen, ChosenInMemory) and chosen.following:
+            chosen.following = {}
+            self.check.repeat_nothing("it was taken with other hyperparameters")
 
     def _accept(self, report: RestoreReport) -> None:
         """Have later resumes name why this one is not exact, unless an exact one is asked for; collective.

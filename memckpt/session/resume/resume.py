@@ -1,11 +1,12 @@
-"""The resume of an attempt, in four phases, each of all ranks together.
+"""The resume of an attempt, in five phases, each of all ranks together.
 
 1. *Look*: what the agents, the peers and storage hold.
 2. *Agree*: one plan for all ranks. It is a pure function of what was found, so that no rank has to announce it. States
    that a node lacks are fetched from peers, and the plan is made again without a source that proves to be bad.
 3. *Open* the state of the plan, or begin without one. The user is told of it.
 4. *Fill*: tensors, optimizer state and groups. The filled state is compared with the sample that its record carries. If
-   it is another one, the next older state that proves itself is taken in its place. Then training goes on.
+   it is another one, the next older state that proves itself is taken in its place.
+5. *Go on* in the generation of the state, or in a new one.
 
 Where the last step is repeated as a proof, the chosen state is the one before it.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -161,7 +162,10 @@ class Resumption:
         #: Whether settings have the last step repeated; and whether the state before the chosen one is asked for, too.
         self._replays = self._before = training.config.replays
         self.resharding = Resharding(training, link, peers, run_dir)
+        #: What `choose` is given: the layout of the state now, why its mode, in words, and what is asked for.
+        self._spec: StateSpec
         self._reason = ""
+        self._resume: ResumeChoice | int = "auto"
         self._found: Found | None = None
         #: Why not the newest state of memory is resumed, in words; empty if it is. And whether a held state is dropped.
         self._start_reason, self._drops_held = "", False
@@ -182,9 +186,13 @@ class Resumption:
         """The state that training continues behind; None where training starts over."""
         return self.state_after_repetition or self.chosen
 
-    def _count_lost(self, newest: Chosen) -> int | None:
-        """Number of committed records beyond a state; None where no memory knows."""
-        return None if newest.newest_known is None else max(0, newest.newest_known - newest.held.record)
+    @property
+    def _lost(self) -> int | None:
+        """Number of committed records beyond the newest state; None where no memory knows."""
+        newest = self.newest
+        if newest is None or newest.newest_known is None:
+            return None
+        return max(0, newest.newest_known - newest.held.record)
 
     @property
     def held_mode(self) -> tuple[RedoMode | None, str]:
@@ -210,8 +218,9 @@ class Resumption:
         self._found = found = self._look(launch.asked)
         self._resume = launch.settle(resume, found.newest_attempt)
         self._before = self._replays and not isinstance(self._resume, int)
-        plan = self._agree(found)
-        start = self._open(plan, found)
+        start: Start | None = None
+        while start is None:  # stored states that prove to be damaged are not in the next plan
+            start = self._open(self._agree(found), found)
         if self._ranks.rank == 0:
             self._tell_start()
         return start
@@ -219,7 +228,10 @@ class Resumption:
     # 1. Look
 
     def _look(self, asked: ResumeChoice | int) -> Found:
-        """Find what is held, of this node, of all others, and in storage; there also a step that is asked for."""
+        """Find what is held, of this node, of all others, and in storage; there also a step that is asked for.
+
+        What memory holds for other ranks, or other shards, goes to a store first.
+        """
         ranks, resume, spec = self._ranks, self._resume, self._spec
         inventories = self._say_hello(spec)
         own = inventories[ranks.rank].held
@@ -270,33 +282,36 @@ class Resumption:
             make = partial(self._peers.plan_with_peers, plan_without, self._spec, self._before)
         plan = plan_with_storage(tier, self._resume, make)
         self._link.claimed = tier.claimed  # the planning may have claimed the store
-        self._timeline = plan.timeline
         self._link.configure(plan.timeline)
         return plan
 
     # 3. Open
 
-    def _open(self, plan: Plan, found: Found) -> Start:
-        """Open the state of the plan; a generation is prepared where its regions are not gone on with."""
+    def _open(self, plan: Plan, found: Found) -> Start | None:
+        """Open the state of the plan; None: it is damaged, and memory has an older one.
+
+        A generation is prepared where its regions are not gone on with.
+        """
         ranks, asked = self._ranks, f"resume={self._resume!r}" if isinstance(self._resume, int) else ""
         match plan:
             case RestoreRecord():
                 ranks.together(lambda: self._open_held(plan, found.own))
                 assert isinstance(self.chosen, ChosenInMemory)
+                if self._check.kind != "off":
+                    self.chosen.following = self._find_following(self.chosen.generation.message.following)
                 self._repeat_from(self._find_before_in_memory(self.chosen, asked))
                 return Start(plan.record + 1, anew=False)
             case RestoreStored():
-                self._start_reason = plan.reason
                 try:
                     stored = found.tier.open_newest(plan.candidates, self._spec, by_hand=bool(asked))
                 except (DamagedStateError, StorageError) as error:  # the same on every rank
                     if not plan.older_held:
                         raise
                     _log.warning("memckpt: an older state of memory serves: %s", error)
-                    self._start_reason = ""
                     found.tier.points = tuple(one for one in found.tier.points if one not in plan.candidates)
-                    return self._open(self._agree(found), found)
-                self.chosen = self._open_stored(stored, plan)
+                    return None
+                self._start_reason = plan.reason
+                self.chosen = self._open_stored(stored, plan.tier, plan.newest)
                 self._live.growth.take_over(stored.own.spec)
                 self._repeat_from(self._find_before_in_storage(self.chosen, found.tier, asked))
                 record = stored.point.record
@@ -312,7 +327,7 @@ class Resumption:
                 return Start(1, anew=True)
 
     def _repeat_from(self, before: Chosen | None) -> None:
-        """Restore the state before the chosen one, from which its step is repeated; None: it is not repeated."""
+        """Choose the state before the chosen one, from which its step is repeated; None: it is not."""
         if before is not None and self.chosen is not None:
             before.held = replace(before.held, newest_step=self.chosen.held.step)
             self.chosen, self.state_after_repetition = before, self.chosen
@@ -329,8 +344,8 @@ class Resumption:
         It is shown with Python's default logging, too: not only the loss curve must tell that a resume did not happen.
         """
         show_by_default(_start_log)
-        held, chosen = self.held, self.chosen
-        if held is None or chosen is None:
+        held = self.held
+        if held is None:
             level = logging.WARNING if self._drops_held else logging.INFO
             if self._start_reason == FIRST_START:
                 # A relative directory begins a new run where the working directory is another one.
@@ -339,7 +354,7 @@ class Resumption:
                 _start_log.log(level, "memckpt: starting over: %s", self._start_reason)
             return
         why = f": {self._start_reason}" if self._start_reason else ""
-        step, lost = held.newest_step, self._count_lost(self.state_after_repetition or chosen)
+        step, lost = held.newest_step, self._lost
         proof = "" if step == held.step else ", which is repeated first, as a proof"
         again = "step committed later is" if lost == 1 else "steps committed later are"
         gone = f"; {lost} {again} taken again" if lost else ""
@@ -363,7 +378,7 @@ class Resumption:
             raise
         self._live.growth.take_over(regions.message.spec)
 
-    def _open_stored(self, stored: StoredState, plan: RestoreStored) -> ChosenInStorage:
+    def _open_stored(self, stored: StoredState, tier: str, newest: int | None) -> ChosenInStorage:
         point = stored.point
         if not stored.exact:
             what = "is cut into other shards now"
@@ -376,7 +391,7 @@ class Resumption:
                 what,
                 point.step,
             )
-        chosen = ChosenInStorage.of(stored, plan.tier, plan.newest)
+        chosen = ChosenInStorage.of(stored, tier, newest)
         if not all(self._ranks.gather(stored.exact)):
             chosen.diverges = self._draws_as_another(chosen.state["rng"])
         return chosen
@@ -396,13 +411,9 @@ class Resumption:
 
         `asked` is the user's choice of an older record, in words; empty without one.
         """
-        if self._check.kind == "off":
-            return None
-        message = chosen.generation.message
-        chosen.following = self._find_following(message.following)
         if not self._replays:
             return None
-        rank = self._ranks.rank
+        message, rank = chosen.generation.message, self._ranks.rank
         before = None if message.before is None else chosen.at(message.before, rank)
         own = asked or message.not_repeated or chosen.state.get("unrepeatable", "")
         if not own and before is not None:
@@ -483,12 +494,33 @@ class Resumption:
         Raises:
             DamagedStateError: no state proves itself, and the chosen one cannot be made; on every rank.
         """
-        told, start, self._refuted = any(self._ranks.gather(told)), None, ""
-        newest, first = self.state_after_repetition, self.chosen
-        assert first is not None
+        told, self._refuted = any(self._ranks.gather(told)), ""
+        filled = self._fill_with_chosen(told)
+        first, proof = filled.chosen, filled.proof
+        if proof is None or not proof.differs:
+            return filled
+        for other in self._others() if not told else ():
+            found = self._restore(other)
+            if found is not None and not found.differs:
+                _log.warning("memckpt: %s; step %d is resumed from %s", proof.line, other.held.step, other.held.tier)
+                return Filled(other, found, self._change_to(other), self._refuted)
+        if proof.broken:
+            raise DamagedStateError(
+                f"restore: expected to go on behind step {first.held.step} or an older one that proves itself, found: "
+                f"{proof.line}. What was held is still held: resume=STEP goes on from an older step, resume='never' "
+                "starts over"
+            )
+        self._restore(first)  # nothing proves itself: this one is the nearest, and its report says what differs
+        return filled
 
-        # Two states must be good: the newest, put back behind the repeated step, and the one before, from which it is
-        # repeated. The newest is proven first; the one before stays in place.
+    def _fill_with_chosen(self, told: bool) -> Filled:
+        """Fill the live state with the chosen state; where that or the newest is refuted, no step is repeated.
+
+        Two states must be good for that: the newest, put back behind the repeated step, and the one before, from which
+        it is repeated. The newest is proven first; the one before stays in place.
+        """
+        newest, first, start = self.state_after_repetition, self.chosen, None
+        assert first is not None
         proof = None if newest is None else self._restore(newest)
         if newest is not None and proof is not None and proof.differs:
             self._check.repeat_nothing("the state that the step led to is refuted")
@@ -503,20 +535,6 @@ class Resumption:
             self._check.repeat_nothing("the state that the step would be repeated from is refuted")
             first, self.state_after_repetition = self.state_after_repetition, None
             self.chosen, proof = first, self._restore(first)
-        if proof is None or not proof.differs:
-            return Filled(first, proof, start, self._refuted)
-        for other in self._others() if not told else ():
-            found = self._restore(other)
-            if found is not None and not found.differs:
-                _log.warning("memckpt: %s; step %d is resumed from %s", proof.line, other.held.step, other.held.tier)
-                return Filled(other, found, self._change_to(other), self._refuted)
-        if proof.broken:
-            raise DamagedStateError(
-                f"restore: expected to go on behind step {first.held.step} or an older one that proves itself, found: "
-                f"{proof.line}. What was held is still held: resume=STEP goes on from an older step, resume='never' "
-                "starts over"
-            )
-        self._restore(first)  # nothing proves itself: this one is the nearest, and its report says what differs
         return Filled(first, proof, start, self._refuted)
 
     def _others(self) -> Iterator[Chosen]:
@@ -536,13 +554,12 @@ class Resumption:
             record -= 1
         points = [one for one in tier.points if one.record <= record]
         for _ in range(min(len(points), _MOST_STORED)):
-            plan = RestoreStored(self._timeline, tuple(points), "", known, tier.name)
             try:
                 stored = tier.open_newest(points, self._spec)
             except MemckptError as error:  # the same on every rank; the chosen state is still there
                 _log.warning("memckpt: no state of %s can be tried: %s", tier.name, error)
                 return
-            yield self._open_stored(stored, plan)
+            yield self._open_stored(stored, tier.name, known)
             points = [one for one in points if one.record < stored.point.record]
 
     def _change_to(self, chosen: Chosen) -> Start | None:
@@ -653,35 +670,47 @@ class Resumption:
         everybody = self._ranks.gather(findings)
         return prove(everybody, self._training.any_accelerator(), chosen.held.step, chosen.held.tier)
 
-    def go_on(self, filled: Filled, tap: Tap, resume: Callable[[SlotWriter, int], None]) -> RestoreReport:
-        """Let training go on behind the state that :meth:`fill` has restored.
+    # 5. Go on
 
-        `tap` gets the layout in which gradients were reduced. `resume` is called with the writer of the generation and
-        the restored record, unless the step is repeated or the state comes from a store.
+    def go_on(self, filled: Filled, tap: Tap) -> SlotWriter | None:
+        """Have training go on behind the state that :meth:`fill` has restored; `tap` reduces gradients as it was left.
+
+        Returns the writer of the generation that goes on; None where its step is repeated first, or a new one begins.
         """
         self._restored = True
-        chosen, check, proof = filled.chosen, self._check, filled.proof
-        if proof is not None:
-            check.prove(proof)
+        chosen = filled.chosen
+        if filled.proof is not None:
+            self._check.prove(filled.proof)
         if not chosen.resharded and chosen.state["reduction"] is not None:
             tap.resume_layout(chosen.state["reduction"])
         if self.state_after_repetition is not None:
             self._first_steps.repetition = Repetition(self.state_after_repetition, self._write_state, self._live)
         elif isinstance(chosen, ChosenInMemory):
-            self._take_writer(chosen, tap, resume)
+            writer = chosen.generation.take_writer()
+            try:
+                self._first_steps.set_gradients_aside(chosen, writer, tap)
+            except BaseException:  # raised again: until it is adopted the writer has no other owner
+                writer.close()
+                raise
+            self._staging.adopt_writer(writer)
+            return writer
+        return None
+
+    def finish(self, filled: Filled) -> RestoreReport:
+        """Put back the gradients that outlive their step, and report on the restore."""
+        chosen, check, proof = filled.chosen, self._check, filled.proof
         # Logged before: by the choice of the state, and as the verdict of the check.
         stated: tuple[str, ...] = ()
         if proof is None:
             stated = (_OTHER_RANKS if chosen.resharded else _NO_SAMPLE,)
         elif proof.differs or proof.rounds:
             stated = (proof.line,)
-        held, lost = chosen.held, self._count_lost(self.state_after_repetition or chosen)
         self._first_steps.report = report = RestoreReport(
-            held.step,
-            held.record,
-            held.tier,
+            chosen.held.step,
+            chosen.held.record,
+            chosen.held.tier,
             self._seconds,
-            lost,
+            self._lost,
             stated,
             check,
             repeated=check.step if self._replays and check.verdict == "pending" else None,
@@ -693,17 +722,6 @@ class Resumption:
             DroppedGradients(self._live, dropped, self._first_steps.depart)
             self._pending.resume(chosen.state["pending"])
         return report
-
-    def _take_writer(self, chosen: ChosenInMemory, tap: Tap, resume: Callable[[SlotWriter, int], None]) -> None:
-        """Have training go on in the generation of the chosen state."""
-        writer = chosen.generation.take_writer()
-        try:
-            self._first_steps.set_gradients_aside(chosen, writer, tap)
-        except BaseException:  # raised again: until it is adopted the writer has no other owner
-            writer.close()
-            raise
-        self._staging.adopt_writer(writer)
-        resume(writer, chosen.plan.record)
 
     def adopt_writer(self, writer: SlotWriter) -> None:
         """Have training go on in a held generation, after a repeated step."""
