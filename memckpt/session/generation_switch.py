@@ -1,24 +1,17 @@
-"""State machine of generations: decides when a new one begins, writes it, and opens its records.
+"""When a new generation begins: decides it, writes the generation, and opens its records.
 
 A *generation* is a fresh start of base and log. All ranks that share slots begin it after the same record.
 
-States (:class:`SwitchState`):
+One is due where no held generation can be gone on with, where a held one has other settings, and with peers. Also where
+a record cannot be committed as it is staged; where the mode changes, by a self-test or a finding of the audit; at the
+agent's order, and with another agent. Records up to `after` are committed as far as they can be staged.
 
-- EMPTY: there is no generation to write to, and none is due. The agent is told that records are void.
-- OPEN: the log goes on. Records are committed to the current generation.
-- DUE: a generation begins after the record `after`. Records up to it are committed as far as they can be staged.
-
-DUE follows where there is no held generation to go on with, where a held one has other settings, and with peers. Also
-where a record cannot be committed as it is staged; where the mode changes, by a self-test or a finding of the audit; at
-the agent's order, and with another agent. OPEN follows where the whole state is written, or a held state is back. EMPTY
-follows where the agent gives no slots, or ranks that share slots wait for its order.
-
-The loss of the agent turns OPEN into EMPTY: :class:`memckpt.session.protection.Protection` closes the generation.
+Where none is due, and there is none to write to, the agent is told that records are void. It gave no slots, it was lost
+(:class:`memckpt.session.protection.Protection` closes the generation), or ranks that share slots wait for its order.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
 import time
 
@@ -45,14 +38,6 @@ _AT_STEP = (
     "for that. Later resumes count as exact once the audit has redone all parameters and found no difference. If there "
     'is another one, the whole state is copied in place of gradients, as redo="snapshot" does from the start'
 )
-
-
-class SwitchState(enum.Enum):
-    """State of a :class:`GenerationSwitch`."""
-
-    EMPTY = enum.auto()
-    OPEN = enum.auto()
-    DUE = enum.auto()
 
 
 class GenerationSwitch:
@@ -95,11 +80,9 @@ class GenerationSwitch:
         self.use_mode()
 
     @property
-    def state(self) -> SwitchState:
-        """The current state."""
-        if self.after is not None:
-            return SwitchState.DUE
-        return SwitchState.OPEN if self._staging.writer is not None else SwitchState.EMPTY
+    def is_open(self) -> bool:
+        """Whether the log goes on: no generation is due, and there is one to write to."""
+        return self.after is None and self._staging.writer is not None
 
     @property
     def doubt(self) -> str:
@@ -139,7 +122,7 @@ class GenerationSwitch:
         # its steps were not redone as they were.
         self._recorder.begin_record(None, record + 1)
         same = (writer.spec.mode, writer.spec.every) == (self.request.mode, self.request.every)
-        self.after = self._turn(record + 1) if same else record + 1
+        self.after = self._next_common(record + 1) if same else record + 1
 
     def _all_fit(self, writer: SlotWriter) -> bool:
         """Whether a held generation has the layout of now, for all ranks that share its slots; collective.
@@ -166,7 +149,7 @@ class GenerationSwitch:
         if order.at_step_because:
             self._tap.take_at_step(order.at_step_because)
         if order.record > self.began:
-            self.after = self._turn(order.record)
+            self.after = self._next_common(order.record)
 
     def lose_replica(self, reason: str) -> None:
         """Use lazy redo from the next generation on: the agent's redo has failed."""
@@ -220,7 +203,7 @@ class GenerationSwitch:
 
     def rejoin(self, record: int) -> None:
         """Go on with a new agent, which holds nothing. Ranks that share slots wait for its order."""
-        self.after = self._turn(record) if len(self._ranks.unit) == 1 else None
+        self.after = self._next_common(record) if len(self._ranks.unit) == 1 else None
 
     def capture_last(self, point: RestorePoint) -> bool:
         """Write a generation for the final step, where the agent could not bring it to storage; True if it was written.
@@ -230,7 +213,7 @@ class GenerationSwitch:
         only_here = self._mode.mode == "lazy" and bool(self._live.redone_only_here)
         if point.record == self.began or not (only_here or self._staging.commits_uncaptured(point.record)):
             return False
-        if self._staging.moved if not only_here else not self._staging.stands_at(point.record):
+        if not self._staging.stands_at(point.record) if only_here else self._staging.moved:
             _log.warning("memckpt: parameters were changed since step %d, which storage will not have", point.step)
             return False
         try:
@@ -251,7 +234,7 @@ class GenerationSwitch:
         if self._staging.ranks_disagree(record):
             self.after = record
 
-    def _turn(self, record: int) -> int:
+    def _next_common(self, record: int) -> int:
         """The first record, from this one on, that all ranks capture: captured records must be common to all."""
         if self.request.mode != "snapshot" or len(self._ranks.unit) == self._ranks.world_size:
             return record
@@ -259,7 +242,10 @@ class GenerationSwitch:
         return -(-record // every) * every
 
     def find_problem(self) -> str | None:
-        """Why this record cannot be committed as it is staged, in words; None if it can."""
+        """Why this record cannot be committed as it is staged, in words; None if it can.
+
+        What is found takes effect: gradients are taken at the step, changed tensors copied by value from now on.
+        """
         if self._recorder.tap_mismatch is not None:
             self._tap.take_at_step(self._recorder.tap_mismatch)
         if self._recorder.problem is not None:
@@ -279,12 +265,12 @@ class GenerationSwitch:
             return
         if (more := self._seldom.count()) is not None:  # weights that a script clips change at every step
             _log.info("memckpt: the state is copied anew: %s%s", reason, more)
-        turn = self._turn(record)
+        begin = self._next_common(record)
         if len(self._ranks.unit) == 1:
-            self.after = turn
+            self.after = begin
             return
         changing = frozenset(self._live.growth.changing)
-        self.obey(self._link.ask_for_generation(max(turn, record + 1), reason, changing, self._tap.at_step_because))
+        self.obey(self._link.ask_for_generation(max(begin, record + 1), reason, changing, self._tap.at_step_because))
 
     # Writing
 
@@ -315,7 +301,7 @@ class GenerationSwitch:
         return regions or self._link.prepare(spec, record, reason=self._mode.reason)
 
     def enter_record(self, record: int) -> None:
-        """Go on to the next record, as soon as its slot is free."""
+        """Wait for the next record's slot, and open it: its anchors are copied."""
         writer = self._staging.writer
         assert writer is not None
         if not writer.whole:

@@ -17,7 +17,7 @@ from memckpt.errors import AgentGoneError, MemckptError, MemoryBudgetError
 from memckpt.journal.events import GapEnded
 from memckpt.protocol.storing import Logged, Saved, SaveFailed
 from memckpt.protocol.trainer import Alarm, Begin, Cleared, Commit, Drift, Gap, Protected, Void
-from memckpt.session.generation_switch import GenerationSwitch, SwitchState
+from memckpt.session.generation_switch import GenerationSwitch
 from memckpt.session.gradient_tap import GradientTap
 from memckpt.session.link import AgentLink
 from memckpt.session.peers import Peers
@@ -83,7 +83,7 @@ class Protection:
     @property
     def complete(self) -> bool:
         """Whether records are protected: by a settled generation, and by all peers that should have them."""
-        if self.unprotected_since is not None or not self.link.up or self._switch.state is not SwitchState.OPEN:
+        if self.unprotected_since is not None or not self.link.up or not self._switch.is_open:
             return False
         settled = self._recorder.record - self._switch.began >= SETTLED_RECORDS
         return settled and (not self._peers.active or self.link.connection.whole)

@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from memckpt import compression
 from memckpt.config import CompressionConfig
 from memckpt.processes.control import ask_status
-from memckpt.session.generation_switch import SwitchState
 from tests.support.cluster.waiting import until
 from tests.support.faults.frozen import freeze
 from tests.support.trainings.engine_child import config, listen_until
@@ -164,7 +163,7 @@ class DdpTraining(RankTraining):
             rank.journal.note("shared", **shared)
         if session._protection.unprotected_since is not None and session._link.up:
             # On a busy machine a new agent takes longer than all of these steps.
-            listen_until(session, lambda: session._switch.state is not SwitchState.EMPTY)
+            listen_until(session, lambda: session._switch.is_open or session._switch.after is not None)
         if self.job.log and rank.step >= 2:
             until(lambda: self._is_logged(session, rank.step >= 6))
             dist.barrier()  # all must know before one continues and kills the agent
