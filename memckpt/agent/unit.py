@@ -83,7 +83,8 @@ class Unit:
         difference = held.spec.difference(fingerprint) if held is not None and fingerprint is not None else None
         if held is None or difference is not None:
             return HeldRecords(node=self._node, ranks=self.ranks, problem=difference or "")
-        steps = {record: one.ledger.steps.get(record, 0) for record, one in self.generations.standing_still().items()}
+        producible = self.generations.producible_at_rest()
+        steps = {record: one.ledger.steps.get(record, 0) for record, one in producible.items()}
         return describe(held.spec, self._node, self.ranks, self.history, steps, held.common)
 
     # What trainers say
@@ -155,7 +156,7 @@ class Unit:
         if self._resumed is None or record < self._resumed.record:
             if self.history and self.history[-1].timeline == message.timeline:
                 self.history = self.history[:-1]
-            self._resumed = ResumedState(self.generations.able_to_produce(record), record, message.before)
+            self._resumed = ResumedState(self.generations.producer_of(record), record, message.before)
             self.generations.stand_at(record, self._resumed.behind)
             follows = timeline_of(self.history, record)
             if follows is not None:
@@ -388,32 +389,32 @@ class HeldGenerations:
 
     # What they can produce
 
-    def standing_still(self) -> dict[int, Generation]:
+    def producible_at_rest(self) -> dict[int, Generation]:
         """The records that can be produced while no trainer runs, oldest first, each with the generation that can."""
         found: dict[int, Generation] = {}
         for generation in self:
-            found |= dict.fromkeys(generation.standing_still(), generation)
+            found |= dict.fromkeys(generation.producible_at_rest(), generation)
         return found
 
-    def can_go_back_to(self, record: int) -> bool:
+    def can_produce(self, record: int) -> bool:
         """Whether the state after a record can be produced now."""
-        return any(record in one.reachable() for one in self)
+        return any(record in one.producible() for one in self)
 
-    def able_to_produce(self, record: int) -> Generation:
+    def producer_of(self, record: int) -> Generation:
         """The generation that produces a record. Raises AgentError if none does."""
-        generation = self.standing_still().get(record)
+        generation = self.producible_at_rest().get(record)
         if generation is None:
             raise AgentError(f"record {record} was to be resumed, but it cannot be produced here")
         return generation
 
     def why_not_repeated(self, record: int) -> str:
         """Why the step of `record` cannot be repeated from the state before it, in words; empty if it can."""
-        generation = self.standing_still().get(record)
+        generation = self.producible_at_rest().get(record)
         return generation.why_not_repeated(record) if generation is not None else f"record {record} is not held"
 
     def stand_at(self, record: int, behind: int = 0) -> Generation:
         """Go back to a record that can be produced, and drop later ones; the replica stays `behind` it."""
-        generation = self.able_to_produce(record)
+        generation = self.producer_of(record)
         if generation is not self.newest:
             _log.info("the generation after %d, which not every rank had completed, is dropped", generation.number)
             self.before.remove(generation)

@@ -114,7 +114,7 @@ class Units:
             return False  # other nodes have some of them
         if any(attempt.is_here(rank) and not attempt.is_through(rank, record) for rank in ranks):
             return None
-        return all(one.generations.can_go_back_to(record) for one in others)
+        return all(one.generations.can_produce(record) for one in others)
 
     # What units tell each other
 
@@ -177,7 +177,7 @@ class Units:
         ranks = {rank for one in held for rank in one.spec.local_ranks}
         if not held or ranks < set(range(held[0].spec.world_size)):
             return None
-        each = [set(one.generations.standing_still()) for one in self if one.held is not None]
+        each = [set(one.generations.producible_at_rest()) for one in self if one.held is not None]
         return max(set.intersection(*each), default=None)
 
     # On the way to storage
@@ -236,7 +236,7 @@ class Units:
         record = self.common() if len(self.complete_generations) > 1 else None
         for one in self:
             if one.held is not None:
-                yield one.saver, one.held if record is None else one.generations.standing_still()[record], record
+                yield one.saver, one.held if record is None else one.generations.producible_at_rest()[record], record
 
     def save_to(self, url: str, done: Done, training: bool, ahead: int) -> None:
         """Export the newest record to an empty store; `done` gets the result. `ahead`: one that `training` can copy."""
@@ -263,7 +263,7 @@ class Units:
 
     def save_record(self, record: int, url: str, done: Done) -> None:
         """Write all that is held of one record; `done` is told once it is there."""
-        if any(record not in one.generations.standing_still() for one in self if one.held is not None):
+        if any(record not in one.generations.producible_at_rest() for one in self if one.held is not None):
             problem = (
                 f"record {record} cannot be produced on node {self._node}, which holds an older one if it sat out the "
                 f"last attempt: `memckpt stop RUN --node {self._node}` lets go of it"
@@ -275,7 +275,7 @@ class Units:
     def _save_record(self, record: int, url: str, answers: _Answers) -> None:
         for one in self:
             if one.held is not None:
-                one.saver.save_record(one.generations.standing_still()[record], record, url, answers)
+                one.saver.save_record(one.generations.producible_at_rest()[record], record, url, answers)
 
 
 def _missing_tensors(held: list[Generation]) -> str:

@@ -133,7 +133,7 @@ class Generation(ABC):
 
     def _is_complete_late(self) -> bool:
         """Whether later records can be produced: a start may be read after the base's by-value tensors are gone."""
-        return bool(self._producible())
+        return bool(self._find_producible())
 
     def _keep_rank_state(self, rank: int, record: int, step: int, state: bytes) -> None:
         self.ledger.add_rank_state(rank, record, step, state)
@@ -152,7 +152,7 @@ class Generation(ABC):
 
     @property
     def common(self) -> int:
-        """The newest record that every local rank has committed, of those that have committed one; 0 if none has."""
+        """The oldest of the newest records of ranks that have committed; 0 if none has."""
         return min(self.ledger.committed.values(), default=0)
 
     def raise_redo_limit(self, redo_limit: int | None) -> None:
@@ -161,16 +161,16 @@ class Generation(ABC):
 
     # What can be produced
 
-    def reachable(self) -> list[int]:
+    def producible(self) -> list[int]:
         """Numbers of the records whose state this node can produce; the replica must be frozen."""
-        return self._producible() if self.complete else []
+        return self._find_producible() if self.complete else []
 
-    def standing_still(self) -> list[int]:
+    def producible_at_rest(self) -> list[int]:
         """The records that can be produced while no trainer runs, oldest first; a replica stands still from now on."""
-        return self.reachable()
+        return self.producible()
 
     @abstractmethod
-    def _producible(self) -> list[int]:
+    def _find_producible(self) -> list[int]:
         """Numbers of the records whose state the regions hold, oldest first."""
 
     def _logged(self, oldest: int) -> list[int]:
@@ -251,7 +251,7 @@ class Generation(ABC):
             return f"record {record} came from other nodes, without the one before it"
         if record == self.base:
             return f"a generation began at record {record}"
-        if record - 1 in self.reachable():
+        if record - 1 in self.producible():
             return ""
         return f"record {record - 1} is not held any more"
 
@@ -292,7 +292,7 @@ class Generation(ABC):
 class LazyGeneration(Generation):
     """Anchors and gradients only: a restore redoes the window of T records that ends with the one it restores."""
 
-    def _producible(self) -> list[int]:
+    def _find_producible(self) -> list[int]:
         return [
             record
             for record in self._logged(self._oldest_in_slots())
@@ -374,7 +374,7 @@ class EagerGeneration(Generation):
         # A step can be repeated only while the state before it is still there, that of the oldest that may be resumed.
         self.replica.allow(limit - self.spec.trails)
 
-    def _producible(self) -> list[int]:
+    def _find_producible(self) -> list[int]:
         return self._logged(max(self.replica.applied, self._oldest_in_slots() + 1))
 
     def sendable(self, with_base: bool = True) -> dict[int, Sendable]:
@@ -397,9 +397,9 @@ class EagerGeneration(Generation):
             why = "the attempt before was not started with resume_check='replay'"
         return f"the replica has gone past record {record - 1}: {why}"
 
-    def standing_still(self) -> list[int]:
+    def producible_at_rest(self) -> list[int]:
         self.replica.freeze()
-        return self.reachable()
+        return self.producible()
 
     def settle(self, record: int, behind: int = 0) -> None:
         self.replica.forget_beyond(record)
@@ -428,7 +428,7 @@ class SnapshotGeneration(Generation):
         snapshots = self._snapshots()
         return {*snapshots, *(number + 1 for number in snapshots)}
 
-    def _producible(self) -> list[int]:
+    def _find_producible(self) -> list[int]:
         common = self.common
         return [record for record in self._snapshots() if record <= common and self._is_whole(record)]
 

@@ -253,11 +253,11 @@ class Sources:
         """Records, with their steps, whose state all of these units can get."""
         common: dict[int, int] | None = None
         for unit, node in sorted(places.items()):
-            found = self.reachable(unit, node)
+            found = self.producible(unit, node)
             common = found if common is None else {one: step for one, step in common.items() if one in found}
         return common or {}
 
-    def reachable(self, unit: RankGroup, node: str | None = None) -> dict[int, int]:
+    def producible(self, unit: RankGroup, node: str | None = None) -> dict[int, int]:
         """Records, with their steps, whose state a unit can get on `node` (None: on any)."""
         found: dict[int, int] = {}
         for generation in self._coded.get(unit, ()):
@@ -326,7 +326,7 @@ class Sources:
 
     def why_nothing(self, places: Mapping[RankGroup, str]) -> str:
         """The reason why these units have no record in common."""
-        found = {unit: self.reachable(unit, node) for unit, node in sorted(places.items())}
+        found = {unit: self.producible(unit, node) for unit, node in sorted(places.items())}
         lacking = [f"ranks {list(unit)}: {self._missing(unit)}" for unit, records in found.items() if not records]
         if lacking:
             return "memory cannot produce the states of all ranks (" + "; ".join(lacking) + ")"

@@ -28,9 +28,9 @@ def test_a_record_can_be_produced_until_its_slot_is_filled_anew() -> None:
     with closing(Filled(spec=spec_of((0,), 2))) as one:
         for _ in range(6):
             one.commit()
-        assert one.held.reachable() == [3, 4, 5, 6]
+        assert one.held.producible() == [3, 4, 5, 6]
         one.open(7, 0.0)
-        assert one.held.reachable() == [4, 5, 6]
+        assert one.held.producible() == [4, 5, 6]
 
 
 class Node:

@@ -158,7 +158,7 @@ def test_a_generation_at_whose_start_ranks_disagree_replaces_none() -> None:
                 unit.group.generation_committed(rank, GenerationCommit(number, base, base, b"", metas))
             assert unit.group.held is not None
             assert unit.group.held.number == (1 if number == 2 else number)
-            assert list(unit.group.generations.standing_still()) == ([4] if number < 3 else [6])
+            assert list(unit.group.generations.producible_at_rest()) == ([4] if number < 3 else [6])
 
 
 @pytest.mark.parametrize("agree", [True, False])
@@ -181,7 +181,7 @@ def test_a_start_that_is_read_when_its_by_value_tensors_are_written_over(agree: 
         for record in range(base + 1, last + 1):
             for rank in (0, 1):
                 unit.group.commit(rank, Commit(1, record, record, b"", b"" if rank else meta), unit.attempt)
-        assert list(unit.group.generations.standing_still())[-1:] == ([last] if agree else [])
+        assert list(unit.group.generations.producible_at_rest())[-1:] == ([last] if agree else [])
 
 
 def note(ring: SlotRing, rank: int, *found: int) -> None:
@@ -408,7 +408,7 @@ class Job:
         found = common_records([unit.group.inventory(None) for unit in self.units])
         for record in found:
             for trainer in self.trainers:
-                held = trainer.unit.group.generations.standing_still()[record]
+                held = trainer.unit.group.generations.producible_at_rest()[record]
                 for number in range(record - held.spec.period + 1, record + 1):
                     held.ring.check(number, held.spec.local_ranks)
                 for tensor in held.spec.by_value:

@@ -205,7 +205,7 @@ class Rings(RuleBasedStateMachine):
     def die(self) -> None:
         """All ranks die, and go on from the newest record that all have committed."""
         record = min(self.done.values())
-        assert record == max(self.ours.generation.reachable())
+        assert record == max(self.ours.generation.producible())
         for held in (self.ours, self.all):
             held.generation.settle(record)
         self.done = dict.fromkeys(self.done, record)
@@ -215,13 +215,13 @@ class Rings(RuleBasedStateMachine):
     def check(self) -> None:
         if not hasattr(self, "ours"):
             return
-        promised = self.ours.generation.reachable()
+        promised = self.ours.generation.producible()
         for record in promised:
             assert self.ours.has_window(record)
             for rank in self.done:
                 assert self.ours.average(rank, record).tolist() == [100.0 * record + rank] * 4
         # Whatever could be restored with the by-value tensors of all slots can be with fewer of them.
-        assert set(promised) >= {one for one in self.all.generation.reachable() if self.all.has_window(one)}
+        assert set(promised) >= {one for one in self.all.generation.producible() if self.all.has_window(one)}
 
 
 Rings.TestCase.settings = settings(
@@ -241,9 +241,9 @@ def test_what_is_overwritten_is_not_promised() -> None:
             held.begin(0, record)
             held.end(0, record)
             held.commit(0, record)
-        assert held.generation.reachable() == [2, 3, 4]
+        assert held.generation.producible() == [2, 3, 4]
         held.generation.ring.open_by_value(3, 0)
-        assert held.generation.reachable() == [2, 4]
+        assert held.generation.producible() == [2, 4]
 
 
 def test_a_record_without_its_window_is_not_promised_to_the_attempt_after_the_next() -> None:
@@ -257,10 +257,10 @@ def test_a_record_without_its_window_is_not_promised_to_the_attempt_after_the_ne
                 held.end(rank, record)
                 held.commit(rank, record)
         held.begin(0, 8)
-        assert held.generation.reachable() == [6]
+        assert held.generation.producible() == [6]
         held.generation.settle(6)
         assert not held.has_window(5)
-        assert held.generation.reachable() == [6]
+        assert held.generation.producible() == [6]
         assert held.generation.why_not_repeated(6) == "record 5 is not held any more"
 
 

@@ -95,7 +95,7 @@ class Ring(RuleBasedStateMachine):
 
     def resume(self) -> None:
         """A new attempt goes on from the newest record."""
-        record = max(self.generation.reachable())
+        record = max(self.generation.producible())
         self.generation.settle(record)
         self.done = dict.fromkeys(self.spec.local_ranks, record)
 
@@ -103,7 +103,7 @@ class Ring(RuleBasedStateMachine):
     def what_is_promised_is_there(self) -> None:
         if not hasattr(self, "generation"):
             return
-        held = self.generation.reachable()
+        held = self.generation.producible()
         assert held, "something is always held"
         for record in held:
             assert record == self.base or self.captured(record)
@@ -118,7 +118,7 @@ class Ring(RuleBasedStateMachine):
             return
         common = min(self.done.values())
         newest = max([self.base, common // self.spec.every * self.spec.every])
-        assert newest in self.generation.reachable()
+        assert newest in self.generation.producible()
 
 
 Ring.TestCase.settings = settings(

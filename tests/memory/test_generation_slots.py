@@ -138,7 +138,7 @@ class Node(QuietHost):
 
     def held(self, rank: int) -> list[int]:
         """Records that its unit can produce."""
-        return list(self.groups[self.units[rank]].generations.standing_still())
+        return list(self.groups[self.units[rank]].generations.producible_at_rest())
 
     def generations(self, rank: int) -> int:
         group = self.groups[self.units[rank]]
@@ -467,7 +467,7 @@ def test_whenever_a_node_s_job_dies_all_ranks_can_go_back_to_the_newest_record_o
             _, prepared = group.resume(Resume(expected, T2))
             assert prepared.record == expected
             assert len(prepared.metas) == one.spec(group.ranks[0]).period
-            assert list(group.generations.standing_still())[-1] == expected
+            assert list(group.generations.producible_at_rest())[-1] == expected
             assert not group.generations.before
     finally:
         one.groups.close()

@@ -70,7 +70,7 @@ def test_what_stands_still_is_saved_record_by_record(job: Job) -> None:
     for record in (1, 2, 3):
         job.commit(record)
     assert job.replica.freeze() <= 2  # the last one may be there on this node alone
-    assert job.held.reachable()[-2:] == [2, 3]
+    assert job.held.producible()[-2:] == [2, 3]
     for record in (2, 3):
         job.replica.advance_to(record)
         assert job.value == -record

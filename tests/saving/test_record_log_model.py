@@ -151,8 +151,8 @@ class LogMachine(RuleBasedStateMachine):
     def resume_from_memory(self, back: int, torn: bool, elsewhere: bool) -> None:
         if torn:  # the trainer died while it filled a slot
             self.filled.open(self.filled.newest + 1, -1.0)
-        reachable = self.filled.held.reachable()
-        record = reachable[max(0, len(reachable) - 1 - back)]
+        producible = self.filled.held.producible()
+        record = producible[max(0, len(producible) - 1 - back)]
         follows = timeline_of(self.history, record)
         assert follows is not None
         timeline = self._new_timeline()

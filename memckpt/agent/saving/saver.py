@@ -169,7 +169,7 @@ class Saver:
         if checkpoints.config is None or checkpoints.timeline is None:
             return
         self.state_copies.drop(again=True)
-        records = [one for one in generation.standing_still() if record is None or one <= record]
+        records = [one for one in generation.producible_at_rest() if record is None or one <= record]
         committed = generation.common
         if generation.ring.disagreed(committed):
             _log.warning("record %d does not go to storage: its ranks do not agree on what is held once", committed)
@@ -234,7 +234,7 @@ class Saver:
             self.state_copies.drop(again=True)  # its order has died with the trainers
         while self._checkpoints.asked:
             export = self._checkpoints.asked.popleft()
-            if records := generation.standing_still():
+            if records := generation.producible_at_rest():
                 newest = records[-1] if record is None else record
                 carry_on(self._checkpoints.save_standing(export, generation, newest))
             else:
