@@ -86,7 +86,7 @@ class Lifetime:
     def look_at_clock(self) -> None:
         if self.idle_since is not None:
             self._units.save_asked()
-        if self._must_save and self._clock() >= self._units.save_at(self.idle_since or 0.0):
+        if self._must_save and self._clock() >= self._units.may_save_from(self.idle_since or 0.0):
             self._save(as_checkpoint=self.finishing)
         if self._over_when_saved is not None and not self._units.saving and not self._owes:
             lost = f"; what it held could not be saved: {self.unsaved}" if self.unsaved else ""
@@ -104,10 +104,10 @@ class Lifetime:
         """When something is due by the clock; None: nothing is."""
         # What is being saved has a deadline of its own, and its end is an event.
         lingers_until = None if self._units.saving else self._lingers_until()
-        save_at = self._units.save_at(self.idle_since or 0.0) if self._must_save else None
+        save_from = self._units.may_save_from(self.idle_since or 0.0) if self._must_save else None
         graced_until = self._units.preempted_until if self._over_when_saved is not None and self._owes else None
         look_at = self._look_at if self._watches_file else None
-        return min((at for at in (lingers_until, save_at, graced_until, look_at) if at is not None), default=None)
+        return min((at for at in (lingers_until, save_from, graced_until, look_at) if at is not None), default=None)
 
     @property
     def _watches_file(self) -> bool:

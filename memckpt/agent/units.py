@@ -195,9 +195,9 @@ class Units:
         limits = [limit for one in self if (limit := one.saver.deadline()) is not None]
         return min(limits, default=None)
 
-    def save_at(self, idle_since: float) -> float:
+    def may_save_from(self, idle_since: float) -> float:
         """Until when trainers may come back before their state goes to storage (monotonic clock)."""
-        return max((one.saver.save_at(idle_since) for one in self), default=idle_since)
+        return max((one.saver.may_save_from(idle_since) for one in self), default=idle_since)
 
     def look_at_clock(self) -> None:
         for one in self:

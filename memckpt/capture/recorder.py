@@ -39,7 +39,7 @@ _GRAPHED_STEP = (
 
 
 class Recorder:
-    """Recorder of a session. Its attributes are for reading; what others may set has a method, and one caller.
+    """Recorder of a session. Its attributes are for reading; what others may set has a method.
 
     Attributes:
         record: number of the record.
@@ -115,7 +115,7 @@ class Recorder:
         if is_of_signal(error):
             raise error
 
-    # Listeners and choices, each of one caller
+    # Listeners and choices
 
     def use_tap(self, name: str, streams: bool) -> None:
         """Expect gradients of another tap. Called by the owner of the tap."""

@@ -28,7 +28,7 @@ from memckpt.state.optimizers import (
     without_collectives,
     without_global_hooks,
 )
-from memckpt.state.redo import bring_home
+from memckpt.state.redo import unrebind
 from memckpt.state.tensors import give_gradient, is_dtensor, local
 from memckpt.state.traces import leaving_no_trace
 
@@ -197,7 +197,7 @@ class _Run:
         kept = next((key for key in vars(piece) if not key.startswith("_")), None)
         if kept is not None:
             raise _Difference(f"{self.name} keeps {kept!r} on its parameters, and not in its state")
-        bring_home(piece, home)
+        unrebind(piece, home)
         found = sibling.state.get(piece)
         if found is not None and found is not state:
             state.clear()

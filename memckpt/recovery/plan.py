@@ -14,6 +14,14 @@ from memckpt.recovery.sources import BadSource, Fetch, Sources, newest_history
 from memckpt.state.records import Branch, HeldFragments, HeldRecords, RankGroup, Timeline, timeline_of
 from memckpt.storage.chain import StoredPoint
 
+#: Why a run that no attempt is known of begins.
+FIRST_START = "nothing to resume: this is the run's first start"
+_OTHER_SHARDS = "with another number of ranks, or other shards"
+_NOTHING = (
+    "nothing is held in local memory (the training had ended, no agent of this run was alive, it was told to end, or "
+    "no step was committed)"
+)
+
 
 @dataclass(frozen=True)
 class NewAttempt:
@@ -296,15 +304,6 @@ class _PeersMemory:
 
     def why_nothing(self) -> str:
         return self._sources.why_nothing(self._places) if self._sources.units else _NOTHING
-
-
-#: Why a run that no attempt is known of begins.
-FIRST_START = "nothing to resume: this is the run's first start"
-_OTHER_SHARDS = "with another number of ranks, or other shards"
-_NOTHING = (
-    "nothing is held in local memory (the training had ended, no agent of this run was alive, it was told to end, or "
-    "no step was committed)"
-)
 
 
 def _is_other(held: Iterable[tuple[RankGroup, int, str]], attempt: NewAttempt) -> bool:

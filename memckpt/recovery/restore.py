@@ -117,7 +117,7 @@ class Restorer:
                 advance(held.nbytes)
 
     def _redo_behind_replica(self, meta: RecordMeta) -> None:
-        """Redo one record in the live tensors, as the replica will."""
+        """Take the anchors of a record over, then redo it in the live tensors, as the replica will."""
         self._ring.check(meta.record, self._layout.spec.local_ranks)
         for piece in self._layout.due(meta.record):
             self._target.bring_home(self._anchored(piece, meta))

@@ -18,7 +18,7 @@ from memckpt.capture.copier import device_of
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.taps.ddp import BucketTap
-from memckpt.capture.taps.torch_hooks import carried_by, half_encoding, half_type
+from memckpt.capture.taps.ddp_hooks import carried_by, half_encoding, half_type
 from memckpt.compression.hook import reducer_for, refuse_dtypes, refuse_sparse
 from memckpt.compression.reduction import Reducer
 from memckpt.config import CompressionConfig, LossyConfig, MemckptConfig

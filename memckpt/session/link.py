@@ -104,7 +104,7 @@ class AgentLink:
     # Start
 
     def connect(self, spec: StateSpec) -> trainer.Inventory:
-        """Connect when an attempt begins, and have all in storage that is on its way there; what the node holds.
+        """Connect as an attempt begins; returns what the node holds, once an agent that leaves has stored its own.
 
         An agent that was told to end answers no more while it writes what it holds. One that was told so, or has died,
         after it took the connection is left for another one.

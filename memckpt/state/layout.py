@@ -89,6 +89,16 @@ class Layout:
         self.slots_bytes = self.slot_bytes * self.ring + self.by_value_slot_bytes * self.by_value_ring
         self._place_static_and_replica()
 
+    # Slots
+
+    def slot_offset(self, record: int) -> int:
+        """Offset in the slots' region of the slot of `record`."""
+        return self.slot_number(record) * self.slot_bytes
+
+    def slot_number(self, record: int) -> int:
+        """Index in the ring of the slot of `record`; captures alternate between two slots."""
+        return record // self.spec.every % self.ring
+
     # Gradients
 
     def _place_gradients(self) -> None:
@@ -99,7 +109,7 @@ class Layout:
         for room, params in zip(self.sub_step_room, self._optimizer_params, strict=True):
             offset = 0
             offsets = {}
-            for index in sorted(params, key=self._side_by_side):
+            for index in sorted(params, key=self._gradient_order):
                 offsets[index] = offset
                 offset += aligned(self.spec.grad_bytes(index))
             self._gradient_offsets.append(offsets)
@@ -108,10 +118,32 @@ class Layout:
             base += offset * room
         self.gradient_bytes = base
 
-    def _side_by_side(self, param: int) -> tuple[bool, int]:
+    def _gradient_order(self, param: int) -> tuple[bool, int]:
         """A gradient's place among others: small ones first, and of these each rank's own together."""
         is_large = self.spec.grad_bytes(param) > SMALL_GRADIENT_BYTES
         return is_large, 0 if is_large else self.stagers[param]
+
+    @cached_property
+    def stagers(self) -> list[int]:
+        """For each parameter, the local rank that stages it; balanced by bytes, as each rank has its own link."""
+        return self._balanced([param.tensor.nbytes for param in self.spec.params])
+
+    @cached_property
+    def shared_stagers(self) -> dict[int, int]:
+        """The local rank that stages each shared tensor, by its position among the by-value tensors."""
+        sizes = [self.spec.by_value[position].nbytes for position in self.shared]
+        return dict(zip(self.shared, self._balanced(sizes), strict=True))
+
+    def _balanced(self, sizes: Sequence[int]) -> list[int]:
+        """A local rank for each size in bytes, with balanced loads."""
+        ranks = self.spec.local_ranks
+        loads = [0] * len(ranks)
+        chosen = [ranks[0]] * len(sizes)
+        for index in sorted(range(len(chosen)), key=lambda i: (-sizes[i], i)):
+            lightest = loads.index(min(loads))
+            loads[lightest] += sizes[index]
+            chosen[index] = ranks[lightest]
+        return chosen
 
     def gradient_offset(self, optimizer: int, sub_step: int, param: int) -> int:
         """Offset in a slot of the gradient of `param` for the `sub_step`-th step of `optimizer` in a record."""
@@ -328,36 +360,6 @@ class Layout:
     def numel(self) -> int:
         """Elements of all stepped parameters."""
         return sum(param.tensor.numel for param in self.spec.params)
-
-    def slot_offset(self, record: int) -> int:
-        """Offset in the slots' region of the slot of `record`."""
-        return self.slot_number(record) * self.slot_bytes
-
-    def slot_number(self, record: int) -> int:
-        """Index in the ring of the slot of `record`; captures alternate between two slots."""
-        return record // self.spec.every % self.ring
-
-    @cached_property
-    def stagers(self) -> list[int]:
-        """For each parameter, the local rank that stages it; balanced by bytes, as each rank has its own link."""
-        return self._balanced([param.tensor.nbytes for param in self.spec.params])
-
-    @cached_property
-    def shared_stagers(self) -> dict[int, int]:
-        """The local rank that stages each shared tensor, by its position among the by-value tensors."""
-        sizes = [self.spec.by_value[position].nbytes for position in self.shared]
-        return dict(zip(self.shared, self._balanced(sizes), strict=True))
-
-    def _balanced(self, sizes: Sequence[int]) -> list[int]:
-        """A local rank for each size in bytes, with balanced loads."""
-        ranks = self.spec.local_ranks
-        loads = [0] * len(ranks)
-        chosen = [ranks[0]] * len(sizes)
-        for index in sorted(range(len(chosen)), key=lambda i: (-sizes[i], i)):
-            lightest = loads.index(min(loads))
-            loads[lightest] += sizes[index]
-            chosen[index] = ranks[lightest]
-        return chosen
 
 
 def _cuts(param: ParamSpec, limit: int) -> Iterator[tuple[int, int]]:

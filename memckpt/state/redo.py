@@ -1,6 +1,6 @@
 """Redo: advance a state by one record with the user's own optimizer class.
 
-The same code runs in the agent on the replica (eager), and at restore on the training device (lazy). Staged gradients
+The same code runs in the agent on the replica (eager), else where a state is restored or audited. Staged gradients
 are never changed: factors are multiplied into temporaries, so a kill during redo is harmless.
 """
 
@@ -214,7 +214,7 @@ class RedoGroup:
         with as_recorded(ambient.decode(sub_step.ambient), device, own_thread):
             optimizer.step()
         for redo_target, home in zip(redo_targets, homes, strict=True):
-            bring_home(redo_target.parameter, home)
+            unrebind(redo_target.parameter, home)
             redo_target.parameter.grad = None
             state = optimizer.state.get(redo_target.parameter)
             if state is not None:
@@ -232,7 +232,7 @@ class RedoGroup:
                 states[key] = with_strides(value, stride)
 
 
-def bring_home(parameter: torch.nn.Parameter, home: torch.Tensor) -> None:
+def unrebind(parameter: torch.nn.Parameter, home: torch.Tensor) -> None:
     """Move what a step has left of a parameter into its memory: some classes rebind ``data`` in place of writing it."""
     if parameter.data_ptr() != home.data_ptr():
         home.copy_(parameter.data)

@@ -30,7 +30,7 @@ class Held:
     def preempted_until(self) -> float | None:
         return self._grace_ends if self._clock.now < self._grace_ends else None
 
-    def save_at(self, idle_since: float) -> float:
+    def may_save_from(self, idle_since: float) -> float:
         return max(idle_since + 3.0, self.retry_at)
 
     def retry_later(self) -> None:

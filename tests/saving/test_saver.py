@@ -471,7 +471,7 @@ def test_what_an_attempt_has_left_and_could_not_be_written_is_soon_written_by_th
         node.saved()
     node.saver.retry_later()
     node.begin_attempt(T2)
-    assert node.saver.save_at(clock.now) == clock.now + saver_module._RETURN_SECONDS
+    assert node.saver.may_save_from(clock.now) == clock.now + saver_module._RETURN_SECONDS
     orders = len(node.orders)
     node.train(5)
     assert len(node.orders) == orders + failed

@@ -34,7 +34,7 @@ _HURRIED_SECONDS = 4.0
 
 
 class Saver:
-    """Belongs to the agent's event loop, and waits only for a replica that has to stand still."""
+    """Decides what of a unit goes to storage, in the agent's event loop; waits only for a replica to stand still."""
 
     def __init__(self, name: str, ranks: RankGroup, host: Host, siblings: Siblings) -> None:
         self._ranks, self._host = ranks, host
@@ -245,7 +245,7 @@ class Saver:
         pause = self._hurried.died() if self.schedule.preempted else _RETRY_SECONDS
         self._retry_at = time.monotonic() + pause
 
-    def save_at(self, idle_since: float) -> float:
+    def may_save_from(self, idle_since: float) -> float:
         """Until when trainers may come back before their state goes to storage (monotonic clock)."""
         return max(idle_since + (0.0 if self.schedule.preempted else _RETURN_SECONDS), self._retry_at)
 

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memckpt.capture.copier import Copier
 from memckpt.capture.recorder import Recorder
+from memckpt.capture.taps.ddp_hooks import PlainBucket, half_type, takes_any_bucket
 from memckpt.capture.taps.tap import OncePerBackward, Tap, survives
-from memckpt.capture.taps.torch_hooks import PlainBucket, half_type, takes_any_bucket
 from memckpt.compression.hook import hook as compressed_hook
 from memckpt.compression.hook import of_bucket as of_ddp
 from memckpt.compression.reduction import Averaged, Bucket, Encoded, Reducer
