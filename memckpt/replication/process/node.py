@@ -31,9 +31,15 @@ _log = logging.getLogger("memckpt.replicator")
 class ReplicationNode:
     """One node's part in an attempt. Belongs to the replicator's loop, as do store and transport.
 
-    `ask` has the agent copy a state, one of `states` that are sent in place of records, if any. `leader`: on one node
-    only. `refused`: messages not understood. `unheard`: silent peers. `deserted`: why no record becomes whole here, in
-    words.
+    Args:
+        ask: has the agent copy a state.
+
+    Attributes:
+        states: sends states in place of records; None where records alone are sent.
+        leader: on one node only.
+        refused: messages not understood.
+        unheard: silent peers.
+        deserted: why no record becomes whole here, in words; empty if nothing hinders it.
     """
 
     def __init__(
@@ -85,7 +91,7 @@ class ReplicationNode:
         for other in plan.partners:
             self.mail.connect(other)
         if self.leader is not None:
-            self._lead(self._told)
+            self._take_acknowledgement(self._told)
 
     def _make_sender(self, ranks: RankGroup, record: int, proceeds: bool = False) -> Sender:
         return Sender(ranks, self._code, self.plan.holders, self.mail.send, self.mail.room, record, proceeds)
@@ -160,14 +166,14 @@ class ReplicationNode:
                     if sender.ranks == message.owner:
                         sender.not_stored(peer, message, now)
             case messages.Acknowledged():
-                self._lead(message)
+                self._take_acknowledgement(message)
             case messages.Watermark():
                 self._led = message
-                self._pass_led()
+                self._take_leaders_watermark()
             case messages.Whereabouts():
                 self.transport.hint(message.node, message.address)
 
-    def _lead(self, message: messages.Acknowledged) -> None:
+    def _take_acknowledgement(self, message: messages.Acknowledged) -> None:
         assert self.leader is not None
         self._announce(self.leader.acknowledged(message))
 
@@ -177,17 +183,17 @@ class ReplicationNode:
         for node in self.plan.addresses:
             if node != self._node:
                 self.mail.send(node, changed)
-        self._pass(changed)
+        self._take_watermark(changed)
 
-    def _pass_led(self) -> None:
+    def _take_leaders_watermark(self) -> None:
         """Pass on the leader's watermark, which counts as whole only while the leader is heard."""
         led, waits_suspended = self._led, self._led.waits_suspended or self.plan.leader in self.laggards.away.nodes
         whole = led.whole and not waits_suspended and self.plan.leader not in self.unheard
         # It has got no further than this node has; its records may reach it after the leader's word has.
         record = min(led.record, max(self._told.record, self._told.state))
-        self._pass(msgspec.structs.replace(led, record=record, whole=whole, waits_suspended=waits_suspended))
+        self._take_watermark(msgspec.structs.replace(led, record=record, whole=whole, waits_suspended=waits_suspended))
 
-    def _pass(self, watermark: messages.Watermark) -> None:
+    def _take_watermark(self, watermark: messages.Watermark) -> None:
         # A leader that has rejoined knows of no record at first.
         record = max(watermark.record, self.watermark.record)
         watermark = msgspec.structs.replace(watermark, record=record, unheard=())
@@ -300,13 +306,13 @@ class ReplicationNode:
         if told != self._told:
             self._told = told
             if self.leader is not None:
-                self._lead(told)
+                self._take_acknowledgement(told)
             else:
                 self.mail.send(self.plan.leader, told)
         if self.leader is not None:
             self._announce(self.leader.look(self._newest, self.unheard, self.laggards.away.nodes))
         else:
-            self._pass_led()
+            self._take_leaders_watermark()
 
     def _look_at_peers(self, now: float) -> None:
         """Find those for which training does not wait."""
