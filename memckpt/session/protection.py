@@ -34,7 +34,7 @@ SETTLED_RECORDS = 8
 
 
 class Protection:
-    """Has each record ended with an agent, and answers errors of that: they never reach the user's training.
+    """Delivers each record to an agent, and answers errors of that: they never reach the user's training.
 
     Without an agent, or after an error, training is *unprotected*: no record is staged, the gap is logged and counted,
     and each commit asks the link whether to try again. The next generation ends the gap.
@@ -91,7 +91,7 @@ class Protection:
     # Records
 
     def end_record(self, point: RestorePoint) -> None:
-        """End a record with the agent that there is, or a new one, and go on to the next record."""
+        """Deliver a record to the agent that there is, or a new one, and go on to the next record."""
         self._steps_ahead = point.step - point.record
         try:
             self._changes.look_at_commit()

@@ -50,6 +50,7 @@ class StorageTier:
     """A store, listed by rank 0 for all. Each rank verifies a share of the files, then reads its own state.
 
     Args:
+        config: None: there is no store, and no state in it.
         owned: whether the store belongs to a run. False: it is the survivors' checkpoint in the run directory.
 
     Attributes:
