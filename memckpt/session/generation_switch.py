@@ -18,7 +18,6 @@ import time
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.processes.log import Seldom
 from memckpt.protocol.trainer import Begin, Cleared, Drift
-from memckpt.session.connection import PreparedRegions
 from memckpt.session.gradient_tap import GradientTap
 from memckpt.session.link import AgentLink
 from memckpt.session.mode import ModeChoice
@@ -279,7 +278,9 @@ class GenerationSwitch:
         record = point.record
         self._link.finish_sending()
         started = time.perf_counter()
-        writer, commit = self._staging.write_generation(self._regions(record), point)
+        spec = self._live.spec(self.request)
+        regions = self._staging.take_prepared(spec) or self._link.prepare(spec, record, reason=self._mode.reason)
+        writer, commit = self._staging.write_generation(regions, point)
         try:
             self._link.connection.applied = record
             self._link.send(commit)
@@ -294,11 +295,6 @@ class GenerationSwitch:
         self._recorder.pending.regroup()
         self._tap.reinstall()  # parameters may have been unfrozen since
         _log.debug("memckpt: generation %d began in %.3f s", writer.generation, time.perf_counter() - started)
-
-    def _regions(self, record: int) -> PreparedRegions:
-        spec = self._live.spec(self.request)
-        regions = self._staging.take_prepared(spec)
-        return regions or self._link.prepare(spec, record, reason=self._mode.reason)
 
     def enter_record(self, record: int) -> None:
         """Wait for the next record's slot, and open it: its anchors are copied."""

@@ -31,11 +31,8 @@ _log = logging.getLogger("memckpt.replicator")
 class ReplicationNode:
     """One node's part in an attempt. Belongs to the replicator's loop, as do store and transport.
 
-    Args:
-        ask: has the agent copy a state.
-
     Attributes:
-        states: sends states in place of records; None where records alone are sent.
+        states: sends states, which `ask` has the agent copy, in place of records; None where records alone are sent.
         leader: on one node only.
         refused: messages not understood.
         unheard: silent peers.

@@ -150,7 +150,6 @@ class Resumption:
         first_steps: FirstSteps,
     ) -> None:
         self._training = training
-        self._owns_storage = training.config.storage is not None
         self._ranks = training.ranks
         self._live = training.live
         self._pending = training.recorder.pending
@@ -228,10 +227,7 @@ class Resumption:
     # 1. Look
 
     def _look(self, asked: ResumeChoice | int) -> Found:
-        """Find what is held, of this node, of all others, and in storage; there also a step that is asked for.
-
-        What memory holds for other ranks, or other shards, goes to a store first.
-        """
+        """Find what is held: of this node, of all others, in storage. What has to go to other ranks is stored first."""
         ranks, resume, spec = self._ranks, self._resume, self._spec
         inventories = self._say_hello(spec)
         own = inventories[ranks.rank].held
@@ -246,7 +242,7 @@ class Resumption:
             # Memory holds the shards of other ranks: they go to a store, of which each rank reads its new ones.
             self.resharding.save(own, held, fragments, resume, spec, storage)
         step = asked if isinstance(asked, int) else None
-        tier = StorageTier(storage, self._run_dir, ranks, step, owned=self._owns_storage)
+        tier = StorageTier(storage, self._run_dir, ranks, step, owned=self._training.config.storage is not None)
         self._link.owner = tier.run  # this run's id, as its store has it; `configure` tells the agent
         return Found(attempt, own, held, fragments, tier)
 
@@ -288,10 +284,7 @@ class Resumption:
     # 3. Open
 
     def _open(self, plan: Plan, found: Found) -> Start | None:
-        """Open the state of the plan; None: it is damaged, and memory has an older one.
-
-        A generation is prepared where its regions are not gone on with.
-        """
+        """Open the state of the plan, or begin without one; None: it is damaged, and memory has an older one."""
         ranks, asked = self._ranks, f"resume={self._resume!r}" if isinstance(self._resume, int) else ""
         match plan:
             case RestoreRecord():
@@ -456,8 +449,7 @@ class Resumption:
         if point is not None:
             opened = tier.open(point, self._spec, self._ranks.rank)
             before = ChosenInStorage.of(opened, tier.name, chosen.newest_known)
-            own = self._why_not_reduced_alike(chosen.state, before.state)
-            reason = self._ranks.first_reason(own)
+            reason = self._ranks.first_reason(self._why_not_reduced_alike(chosen.state, before.state))
             reason = reason or self._why_not_compared(stored, opened)
             if not reason:
                 self._check.step = stored.point.step
@@ -514,11 +506,9 @@ class Resumption:
         return filled
 
     def _fill_with_chosen(self, told: bool) -> Filled:
-        """Fill the live state with the chosen state; where that or the newest is refuted, no step is repeated.
-
-        Two states must be good for that: the newest, put back behind the repeated step, and the one before, from which
-        it is repeated. The newest is proven first; the one before stays in place.
-        """
+        """Fill the live state with the chosen state, or with the newest where no step can be repeated."""
+        # Two states must be good: the newest, put back behind the repeated step, and the one before, from which it is
+        # repeated. The newest is proven first; the one before stays in place.
         newest, first, start = self.state_after_repetition, self.chosen, None
         assert first is not None
         proof = None if newest is None else self._restore(newest)
