@@ -133,13 +133,14 @@ class Unit:
 
     def _bring_together(self, record: int, differing: Difference) -> None:
         """Order one generation of ranks that are about to begin differing ones, of which none could be complete."""
-        changing, apart = differing
+        changing, apart, missing = differing
         names = ", ".join(sorted(changing | apart))
         if names:
             _log.info("a new generation begins after record %d: not all ranks had seen %s change", record + 1, names)
             self._tell_trainers(said.Begin(record + 1, f"another rank has seen {names} change", changing, apart))
         else:
-            self._tell_trainers(said.Gap("the ranks of this node differ in their parameters or optimizers"))
+            what = f"only some have {', '.join(sorted(missing))}" if missing else "in their parameters or optimizers"
+            self._tell_trainers(said.Gap(f"the ranks of this node differ: {what}"))
 
     def _make_room(self, reason: str) -> None:
         self.generations.drop_all()

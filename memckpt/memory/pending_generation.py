@@ -19,10 +19,11 @@ _log = logging.getLogger("memckpt.agent")
 
 
 class Difference(NamedTuple):
-    """Tensors that only some ranks of a node stage by value, and those of which only some know that ranks differ."""
+    """Tensors that some ranks of a node stage by value, that some know to differ, and that others do not have."""
 
     changing: frozenset[str] = frozenset()
     apart: frozenset[str] = frozenset()
+    missing: frozenset[str] = frozenset()
 
 
 class PendingGeneration:
@@ -51,9 +52,11 @@ class PendingGeneration:
         if not others:
             return None
         specs = [message.spec, *others]
+        missing = _not_in_all([frozenset(tensor.name for tensor in spec.tensors()) for spec in specs])
         return Difference(
-            _not_in_all([frozenset(tensor.name for tensor in spec.by_value) for spec in specs]),
-            _not_in_all([frozenset(spec.apart) for spec in specs]),
+            _not_in_all([frozenset(tensor.name for tensor in spec.by_value) for spec in specs]) - missing,
+            _not_in_all([frozenset(spec.apart) for spec in specs]) - missing,
+            missing,
         )
 
     def is_for(self, rank: int, message: Prepare) -> bool:

@@ -338,6 +338,22 @@ def refuse_unordered(
             refuse_local_sgd(*hook)
 
 
+def refuse_other_tensors(live: LiveState, ranks: Ranks) -> None:
+    """Refuse ranks that share slots and have other tensors: their records would never be complete. Collective."""
+    kinds = {name: f"{list(local(one).shape)} of {one.dtype}" for name, one in live.tensors().items()}
+    first = ranks.gather(kinds)[ranks.unit[0]]
+    problem = ""
+    if name := min((name for name in {*first, *kinds} if first.get(name) != kinds.get(name)), default=""):
+        ours, theirs = kinds.get(name, "no such tensor"), first.get(name, "no such tensor")
+        problem = f"{name} on rank {ranks.unit[0]} is {theirs}, on rank {ranks.rank} {ours}"
+    if found := ranks.first_reason(problem):
+        raise UnsupportedError(
+            f"ranks of one node with other tensors: expected the same ones, which share each record's memory; found: "
+            f"{found}. Make the module on every rank alike; or keep what only one rank has (an average on rank 0) out "
+            "of extra_modules and of the model's attributes, and register() it there"
+        )
+
+
 def refuse_few_slots(slots: int, ranks: Ranks) -> None:
     """Refuse too few records in flight for several ranks."""
     if ranks.world_size > 1 and slots < 3:

@@ -57,6 +57,7 @@ from memckpt.session.ranks import (
     find_slices,
     refuse_few_slots,
     refuse_join_context,
+    refuse_other_tensors,
     refuse_unordered,
 )
 from memckpt.session.resume.chosen import Chosen, ChosenInMemory
@@ -155,6 +156,7 @@ class Session:
         self._live = live = LiveState(model, optimizers, {**hidden, **extra_modules, **compression.modules})
         find_replicas(live, ranks, data_parallel, replicated)
         find_slices(config, live, ranks)
+        refuse_other_tensors(live, ranks)
         refuse_few_slots(config.records_in_flight, ranks)
         device = device_of(live.tensors())
         codec.use_device(device)

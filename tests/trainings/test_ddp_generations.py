@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from memckpt.agent.connections import Connection
 from memckpt.agent.server import Agent
@@ -13,7 +14,7 @@ from memckpt.agent.unit import Unit
 from memckpt.protocol.trainer import GenerationCommit, NeedGeneration
 from tests.support.trainings import rank_trainings
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.killed_ranks import Death, survives
+from tests.support.trainings.killed_ranks import Death, logs, run, survives
 from tests.support.trainings.rank_trainings import DdpJob
 
 PLACES = pytest.mark.parametrize(
@@ -81,6 +82,16 @@ def test_a_few_records_later_all_ranks_are_protected_again(
 def test_large_buffers_of_each_rank_s_own_are_restored_to_it(lab: Lab, redo: str, nodes: bool) -> None:
     job = rank_trainings.job_of(lab, redo, nodes=nodes, table="own", ddp={"broadcast_buffers": False})
     survives(lab, job, [Death("all", 5, "forward")], [5])
+
+
+def grow(training: Any, step: int) -> None:
+    if step == 5 and training.rank == 1:
+        training.net.register_buffer("late", torch.ones(3))
+
+
+def test_a_buffer_that_only_one_rank_gets_is_said_to_leave_the_node_unprotected(lab: Lab) -> None:
+    run(lab, rank_trainings.job_of(lab, each_step=grow, ddp={"broadcast_buffers": False}))
+    assert "the state is written anew: the ranks of this node differ: only some have late" in logs(lab)
 
 
 def test_a_second_rank_s_order_that_comes_late_begins_no_generation_of_its_own(
