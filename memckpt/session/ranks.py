@@ -338,6 +338,12 @@ def refuse_unordered(
             refuse_local_sgd(*hook)
 
 
+def take_own_modules(modules: dict[str, nn.Module], ranks: Ranks) -> dict[str, nn.Module]:
+    """Take out modules that other ranks lack, as an average on rank 0: they are part of no layout. Collective."""
+    everywhere = set.intersection(*map(set, ranks.gather(list(modules))))
+    return {name: modules.pop(name) for name in [*modules] if name not in everywhere}
+
+
 def refuse_other_tensors(live: LiveState, ranks: Ranks) -> None:
     """Refuse ranks that share slots and have other tensors: their records would never be complete. Collective."""
     kinds = {name: f"{list(local(one).shape)} of {one.dtype}" for name, one in live.tensors().items()}
@@ -349,8 +355,7 @@ def refuse_other_tensors(live: LiveState, ranks: Ranks) -> None:
     if found := ranks.first_reason(problem):
         raise UnsupportedError(
             f"ranks of one node with other tensors: expected the same ones, which share each record's memory; found: "
-            f"{found}. Make the module on every rank alike; or keep what only one rank has (an average on rank 0) out "
-            "of extra_modules and of the model's attributes, and register() it there"
+            f"{found}. Make the model on every rank alike"
         )
 
 

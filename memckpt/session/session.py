@@ -59,6 +59,7 @@ from memckpt.session.ranks import (
     refuse_join_context,
     refuse_other_tensors,
     refuse_unordered,
+    take_own_modules,
 )
 from memckpt.session.resume.chosen import Chosen, ChosenInMemory
 from memckpt.session.resume.first_steps import FirstSteps, ProvenEnvironments
@@ -153,7 +154,9 @@ class Session:
         self._compression = compression = CompressedAverages(proven.config, model, data_parallel)
         config = compression.with_period(proven.config)
         hidden = modules_beside([model, *extra_modules.values()], {"model": model, **extra_modules})
-        self._live = live = LiveState(model, optimizers, {**hidden, **extra_modules, **compression.modules})
+        beside = {**hidden, **extra_modules}
+        self._own_modules = take_own_modules(beside, ranks)
+        self._live = live = LiveState(model, optimizers, {**beside, **compression.modules})
         find_replicas(live, ranks, data_parallel, replicated)
         find_slices(config, live, ranks)
         refuse_other_tensors(live, ranks)
@@ -174,6 +177,8 @@ class Session:
         self._link = link = AgentLink(AgentAddress.of(run_dir), ranks, config, on_accelerator)
         # What a record consists of.
         self._rank_state = rank_state = RankState(live, self._copier, config.override)
+        for name, module in self._own_modules.items():
+            rank_state.register(f"{OWN}module {name}", module)
         self._loop = Loop(rank_state, ranks, self._go_live)
         changes = Changes(self._recorder, live)
         self._staging = staging = Staging(training, changes)

@@ -84,6 +84,13 @@ def test_large_buffers_of_each_rank_s_own_are_restored_to_it(lab: Lab, redo: str
     survives(lab, job, [Death("all", 5, "forward")], [5])
 
 
+@PLACES
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_average_that_only_one_rank_keeps_is_restored_to_it(lab: Lab, rank: int, redo: str, nodes: bool) -> None:
+    job = rank_trainings.job_of(lab, redo, nodes=nodes, averages=True, average_on=(rank,))
+    survives(lab, job, [Death("all", 5, "forward"), Death("all", 9, "committed")], [5, 10])
+
+
 def grow(training: Any, step: int) -> None:
     if step == 5 and training.rank == 1:
         training.net.register_buffer("late", torch.ones(3))

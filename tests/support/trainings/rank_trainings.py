@@ -44,7 +44,8 @@ class DdpJob(Job):
     #: rank.
     table: str = ""
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda params: torch.optim.AdamW(params, lr=0.01)
-    averages: bool = False  # whether each rank keeps a moving average of the model
+    averages: bool = False  # whether ranks keep a moving average of the model
+    average_on: Sequence[int] = (0, 1)  # which
     flip: tuple[int, int] | None = None  # (rank, step) at which one bit of a rank's average flips
     dtype: torch.dtype = torch.float32  # of parameters, buffers and inputs
 
@@ -98,7 +99,8 @@ class DdpTraining(RankTraining):
         self.job, self.rank, self.at = job, rank.rank, rank.at
         torch.manual_seed(0)
         net = self.net = Net(bool(job.ddp.get("find_unused_parameters")), bool(job.table)).to(job.dtype)
-        self.average = copy.deepcopy(net).requires_grad_(False) if job.averages else None
+        averages = job.averages and rank.rank in job.average_on
+        self.average = copy.deepcopy(net).requires_grad_(False) if averages else None
         self.model = DistributedDataParallel(net, **{"bucket_cap_mb": 0.02, **job.ddp})
         if job.table == "own":
             net.table.fill_(rank.rank + 1 if job.number == 0 else -1.0)
