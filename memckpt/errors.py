@@ -32,6 +32,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from types import TracebackType
 from typing import ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
@@ -218,7 +219,10 @@ class UsageError(MemckptError, RuntimeError):
 
 
 def without_our_frames(face: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate what users call: messages of our errors say it all, and our frames are logged at DEBUG."""
+    """Decorate what users call: messages of our errors say it all, and our frames are logged at DEBUG.
+
+    An error keeps its cause and its context for scripts. A cause is printed, and has no frames of ours either.
+    """
 
     @functools.wraps(face)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -226,6 +230,23 @@ def without_our_frames(face: Callable[_P, _R]) -> Callable[_P, _R]:
             return face(*args, **kwargs)
         except MemckptError as error:
             _log.debug("memckpt: where that was found", exc_info=error)
-            raise error.with_traceback(None) from None
+            cause = error.__cause__
+            while cause is not None:
+                cause.__traceback__ = frames_of_others(cause.__traceback__)
+                cause = cause.__cause__ or cause.__context__
+            raise error.with_traceback(None) from error.__cause__
 
     return called
+
+
+def frames_of_others(traceback: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames of this package; None if it has no others."""
+    kept = []
+    while traceback is not None:
+        if traceback.tb_frame.f_globals.get("__name__", "").partition(".")[0] != "memckpt":
+            kept.append(traceback)
+        traceback = traceback.tb_next
+    found: TracebackType | None = None
+    for each in reversed(kept):
+        found = TracebackType(found, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return found

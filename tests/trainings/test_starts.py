@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import signal
 import tempfile
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
 import memckpt
 from memckpt.capture.live_state import LiveState
-from memckpt.errors import ConfigurationError, MemckptError, UnsupportedError, UsageError
+from memckpt.errors import (
+    ConfigurationError,
+    DamagedStateError,
+    MemckptError,
+    UnsupportedError,
+    UsageError,
+    frames_of_others,
+)
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import stop_agent
 from memckpt.session.mode import choose_redo
@@ -161,6 +172,29 @@ def test_a_mistake_is_shown_without_frames_of_ours(tmp_path: Path, caplog: pytes
             call()
         assert [each.path.name for each in caught.traceback if isinstance(each.path, Path)][2:] == ["errors.py"]
         assert where in caplog.text
+
+
+def test_an_error_keeps_its_cause_which_is_printed_without_frames_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(DamagedStateError) as caught:
+        memckpt.load(tmp_path)
+    assert isinstance(caught.value.__cause__, msgspec.DecodeError)
+    printed = "".join(traceback.format_exception(caught.value))
+    assert printed.startswith("msgspec.DecodeError: ")
+    assert [Path(name).name for name in re.findall(r'File "(.*)"', printed)] == [Path(__file__).name, "errors.py"]
+
+
+def test_frames_of_others_are_those_of_the_user() -> None:
+    ours: dict[str, Any] = {"__name__": "memckpt.made_up"}
+    exec("def calls(function): function()", ours)
+
+    def fails() -> None:
+        raise ValueError("of the user's")
+
+    with pytest.raises(ValueError, match="of the user's") as caught:
+        ours["calls"](fails)
+    frames = [frame.f_code.co_name for frame, _ in traceback.walk_tb(frames_of_others(caught.value.__traceback__))]
+    assert frames == ["test_frames_of_others_are_those_of_the_user", "fails"]
 
 
 def test_a_run_directory_that_cannot_be_written_to(lab: Lab) -> None:
