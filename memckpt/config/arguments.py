@@ -257,7 +257,10 @@ def with_environment(
     """
     settings: Any = config_from_environment() if config is None else config
     settings = from_mapping(settings) if isinstance(settings, Mapping) else settings
-    require(isinstance(settings, MemckptConfig), "config", "a MemckptConfig, or a mapping of its fields", settings)
+    if not isinstance(settings, MemckptConfig):
+        remedy = f"; a directory is given as run_dir={settings!r}" if isinstance(settings, str | os.PathLike) else ""
+        expected = "a MemckptConfig, or a mapping of its fields"
+        raise ConfigurationError(f"config: expected {expected}, found {settings!r}{remedy}")
     for observer in observers_from_environment():
         settings = observer.change_config(settings)
         if observer.run_dir is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -28,9 +29,36 @@ from memckpt.session.session import Session
 
 _log = logging.getLogger("memckpt")
 _DISABLED = f"disabled by {DISABLE}"
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _settings_by_name(face: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate :func:`attach`: say what to write where a setting stands behind the optimizers without its name."""
+
+    @functools.wraps(face)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if len(args) > 2:
+            found, write = args[2], "optimizer, run_dir=..."
+            match found:
+                case str() | os.PathLike():
+                    write = f"optimizer, run_dir={found!r}"
+                case MemckptConfig() | Mapping():
+                    write = "optimizer, config=..."
+                case Optimizer():
+                    write = "[optimizer, another]"
+            shown = repr(found) if isinstance(found, str) else type(found).__name__
+            raise UsageError(
+                "attach(): expected a model, its optimizer or a list of them, and all else by its name, found a third "
+                f"one without, {shown}; write attach(model, {write})"
+            )
+        return face(*args, **kwargs)
+
+    return called
 
 
 @without_our_frames
+@_settings_by_name
 def attach(
     model: nn.Module,
     optimizers: Optimizer | Sequence[Optimizer],
@@ -72,9 +100,13 @@ def attach(
     model, wrapper = bare_model(model)
     bare = [bare_optimizer(each) for each in (optimizers if isinstance(optimizers, Iterable) else [optimizers])]
     is_stage = type(model).__module__.startswith("torch.distributed.pipelining")  # which is refused by its name
-    if not (isinstance(model, nn.Module) or is_stage) or not all(isinstance(each, Optimizer) for each in bare):
-        found = ", ".join(type(each).__name__ for each in [model, *bare])
-        raise UsageError(f"attach(): expected a model, and its optimizer or a list of optimizers, found {found}")
+    optimizes = bare and all(isinstance(each, Optimizer) for each in bare)
+    if not (isinstance(model, nn.Module) or is_stage) or not optimizes:
+        found = ", ".join(dict.fromkeys(type(each).__name__ for each in [model, *(bare or [None])]))
+        raise UsageError(
+            f"attach(): expected a model, and its optimizer or a list of optimizers, found {found}; write "
+            "attach(model, optimizer, run_dir=...)"
+        )
     observers = observers_from_environment()
     if disabled_by_environment():
         return DisabledSession(model, bare, extra_modules or {}, observers)

@@ -260,6 +260,7 @@ def test_what_is_passed_in_python_wins_in_every_adapter(monkeypatch: pytest.Monk
     ("given", "message"),
     [
         ({"config": "lazy"}, "config: expected a MemckptConfig, or a mapping of its fields, found 'lazy'"),
+        ({"config": "there"}, "found 'there'; a directory is given as run_dir='there'"),
         ({"config": False}, "config: expected a MemckptConfig, or a mapping of its fields, found False"),
         ({"config": {"slots": "3"}}, "slots: expected a whole number, 2 to 64, or None, found '3'"),
         ({"run_dir": 5}, "run_dir: expected a directory, found 5"),
@@ -282,9 +283,30 @@ def test_a_wrong_argument_of_python_is_named_in_every_adapter(given: dict[str, A
 def test_a_model_and_an_optimizer_that_are_none_are_named() -> None:
     model = nn.Linear(2, 2)
     optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
-    for given, found in [((optimizer, model), "SGD, Linear"), ((model, None), "Linear, NoneType")]:
-        with pytest.raises(UsageError, match=f"its optimizer or a list of optimizers, found {found}"):
+    for given, found in [
+        ((optimizer, model), "SGD, Linear"),
+        ((model, None), "Linear, NoneType"),
+        ((model, []), "Linear, NoneType"),
+        ((model, model.parameters()), "Linear, Parameter"),
+    ]:
+        with pytest.raises(UsageError, match=f"its optimizer or a list of optimizers, found {found}; write attach"):
             memckpt.attach(*given, run_dir="there")
+
+
+def test_a_setting_that_is_given_to_attach_without_its_name_is_shown_with_it() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    attach: Any = memckpt.attach
+    misplaced = [
+        ("there", "'there'; write attach(model, optimizer, run_dir='there')"),
+        (MemckptConfig(), "MemckptConfig; write attach(model, optimizer, config=...)"),
+        ({"slots": 3}, "dict; write attach(model, optimizer, config=...)"),
+        (optimizer, "SGD; write attach(model, [optimizer, another])"),
+        (5, "int; write attach(model, optimizer, run_dir=...)"),
+    ]
+    for given, said in misplaced:
+        with pytest.raises(UsageError, match=re.escape(f"by its name, found a third one without, {said}")):
+            attach(model, optimizer, given)
 
 
 def test_a_variable_that_names_no_setting_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
