@@ -23,6 +23,7 @@ import torch
 from memckpt.errors import UnsupportedError
 from memckpt.memory.region import Region
 from memckpt.state.layout import ALIGN, SMALL_GRADIENT_BYTES
+from memckpt.user_messages import nbytes_text
 
 _log = logging.getLogger("memckpt")
 #: Offset in a region, and length, in bytes.
@@ -458,9 +459,9 @@ class PageLock:
         elif not PageLock._told:
             PageLock._told = True
             _log.warning(
-                "memckpt: %d KiB of host memory could not be page-locked: %s. Steps wait for copies to it, which are "
+                "memckpt: %s of host memory could not be page-locked: %s. Steps wait for copies to it, which are "
                 "slower, and as exact",
-                length >> 10,
+                nbytes_text(length),
                 self._refusal("cudaHostRegister", result),
             )
         return int(result) == 0

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from memckpt.errors import MemoryBudgetError
+from memckpt.user_messages import nbytes_text
 
-_MIB = 2**20
 #: Fraction of the available memory left free for everything else.
 _HEADROOM = 0.05
 
@@ -35,9 +35,9 @@ def check_budget(
         room, source = budget - already_held, "agent.memory_budget_bytes"
     if needed > room:
         raise MemoryBudgetError(
-            f"expected room for {needed / _MIB:.0f} MiB of base and log on this node ({detail}), found "
-            f"{room / _MIB:.0f} MiB ({source}); lower anchor_period_steps or slots, choose redo='eager', raise the "
-            "budget, or give the job more memory"
+            f"expected room for {nbytes_text(needed)} of base and log on this node ({detail}), found "
+            f"{nbytes_text(max(0, room))} ({source}); lower anchor_period_steps or slots, choose redo='eager', raise "
+            "the budget, or give the job more memory"
         )
 
 

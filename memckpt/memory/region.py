@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from memckpt.errors import MemoryBudgetError
 from memckpt.memory.budget import check_budget
 from memckpt.state.layout import PAGE, Layout, aligned
-from memckpt.user_messages import short_number
+from memckpt.user_messages import nbytes_text, short_number
 
 _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 23, 25  # Linux 5.14 and 6.1; mmap has no names for them
 #: Bytes that are touched in one call, which holds the lock of the process's memory map: training that allocates waits.
@@ -37,7 +37,7 @@ _live: weakref.WeakSet[Region] = weakref.WeakSet()
 
 def no_room(name: str, nbytes: int, error: OSError) -> OSError | MemoryBudgetError:
     """The exception for memory that the kernel has refused: MemoryBudgetError for want of something, else `error`."""
-    expected = f"expected {nbytes / 2**20:.0f} MiB of memory for {name}"
+    expected = f"expected {nbytes_text(nbytes)} of memory for {name}"
     match error.errno:
         case errno.ENOMEM | errno.ENOSPC | errno.EDQUOT:
             return MemoryBudgetError(
@@ -45,10 +45,10 @@ def no_room(name: str, nbytes: int, error: OSError) -> OSError | MemoryBudgetErr
                 "lower anchor_period_steps or slots, choose redo='eager', or give the job more memory"
             )
         case errno.EFBIG:
-            limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0] / 2**20
+            limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
             return MemoryBudgetError(
-                f"{expected}, found a limit of {limit:.3g} MiB on the size of files, which counts for shared memory, "
-                "too; raise it (ulimit -f unlimited) before the agent is started"
+                f"{expected}, found a limit of {nbytes_text(limit)} on the size of files, which counts for shared "
+                "memory, too; raise it (ulimit -f unlimited) before the agent is started"
             )
         case errno.EMFILE | errno.ENFILE:
             return MemoryBudgetError(
@@ -476,7 +476,7 @@ def _in_words(layout: Layout) -> str:
     by_value = layout.by_value_slot_bytes * layout.by_value_ring
     if by_value > layout.total_bytes // 10:
         detail += (
-            f"; of these {by_value / 2**20:.0f} MiB are averages, buffers and the like, held after "
+            f"; of these {nbytes_text(by_value)} are averages, buffers and the like, held after "
             f"{layout.by_value_ring} records"
         )
         own = len(spec.by_value) - len(layout.shared)

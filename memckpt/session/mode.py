@@ -17,6 +17,7 @@ from memckpt.state.layout import Layout
 from memckpt.state.optimizers import attributes, is_elementwise, is_importable, why_not_on_host
 from memckpt.state.spec import StateSpec
 from memckpt.state.tensors import is_dense, local
+from memckpt.user_messages import nbytes_text
 
 _log = logging.getLogger("memckpt")
 #: Size of T + D records, in bytes, up to which lazy redo is always chosen.
@@ -25,7 +26,6 @@ _SMALL_WINDOW_BYTES = 64 << 20
 _LOOK_RECORDS = 128
 #: Share of the available memory that protection may take by itself: loader workers and their batches need the rest.
 SHARE = 0.75
-_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -328,7 +328,7 @@ def choose_redo(
     window = _window_bytes(config, live)
     if window <= _SMALL_WINDOW_BYTES:
         # With eager redo, steps of a few milliseconds would wait for the replica, and the start for an import of torch.
-        return "lazy", f"the model is small: the records that lazy redo holds take {window / 2**20:.2g} MiB"
+        return "lazy", f"the model is small: the records that lazy redo holds take {nbytes_text(window)}"
     busy = torch.get_num_threads() * local_ranks
     cores = usable_cores()
     if cores - busy >= config.agent.threads:
@@ -359,6 +359,6 @@ def _shortage(what: str, needed: int, room: float, budget: float | None) -> str:
     if needed <= room:
         return ""
     return (
-        f"{what} would take {needed / _GIB:.3g} GiB of this node's memory, and {room / _GIB:.3g} GiB are there for it "
+        f"{what} would take {nbytes_text(needed)} of this node's memory, and {nbytes_text(room)} are there for it "
         f"({source})"
     )

@@ -293,7 +293,7 @@ def test_a_region_that_a_limit_of_this_process_forbids_is_refused_by_name(lab: L
             os.ftruncate(fd, 64 << 20)
         os.ftruncate(files[0], 4096)
         resource.setrlimit(resource.RLIMIT_AS, (mapped + (32 << 20), resource.RLIM_INFINITY))
-        with pytest.raises(MemoryBudgetError, match="expected 64 MiB of memory for what the agent holds"):
+        with pytest.raises(MemoryBudgetError, match=r"expected 64\.0 MiB of memory for what the agent holds"):
             Region.open_all(files)
         for fd in files:
             with pytest.raises(OSError, match="Bad file descriptor"):
@@ -332,7 +332,7 @@ def test_a_limit_on_files_is_one_on_memory_and_is_named() -> None:
             resource.setrlimit(kind, before)
         return str(caught.value)
 
-    assert "found a limit of 1 MiB on the size of files" in limited(resource.RLIMIT_FSIZE, 1 << 20)
+    assert "found a limit of 1.0 MiB on the size of files" in limited(resource.RLIMIT_FSIZE, 1 << 20)
     assert "found no descriptor left for it" in limited(resource.RLIMIT_NOFILE, 3)
 
 
@@ -344,7 +344,7 @@ def test_memory_that_is_not_there_is_an_error_at_once(monkeypatch: pytest.Monkey
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    with pytest.raises(MemoryBudgetError, match="expected 1 MiB of memory for huge"):
+    with pytest.raises(MemoryBudgetError, match=r"expected 1\.0 MiB of memory for huge"):
         Region.create("huge", 2**20)
     assert len(os.listdir("/proc/self/fd")) == before
 

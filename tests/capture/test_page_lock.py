@@ -74,7 +74,7 @@ def test_training_goes_on_where_locking_is_refused(
         lock.undo()
         again.close()
     (told,) = caplog.messages  # once
-    assert "16 KiB of host memory could not be page-locked: cudaHostRegister failed with error 2 (out of mem" in told
+    assert "16.0 KiB of host memory could not be page-locked: cudaHostRegister failed with error 2 (out of mem" in told
 
 
 def test_unlocking_that_fails_is_told(region: Region, caplog: pytest.LogCaptureFixture) -> None:

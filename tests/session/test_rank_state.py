@@ -376,7 +376,7 @@ def test_an_object_that_is_too_large_is_named_in_the_commit_behind_its_first_cha
     change(bank)
     objects.state_dict()
     (line,) = said
-    assert "model.bank, a Average, changes and is not carried: each step would copy its 512 KiB" in line
+    assert "model.bank, a Average, changes and is not carried: each step would copy its 512.0 KiB" in line
 
 
 @pytest.mark.promise(

@@ -9,9 +9,11 @@ import pytest
 
 from memckpt.config import StorageConfig
 from memckpt.session import entry
+from memckpt.session.resume.report import describe_protection
 from memckpt.session.tuning import tell_when_log_pays
 from memckpt.state.layout import Layout
 from memckpt.state.spec import StateSpec, TensorSpec
+from memckpt.user_messages import nbytes_text
 from tests.support.cluster.storage_node import spec_of
 
 PLAIN = spec_of()
@@ -51,6 +53,14 @@ def test_nothing_is_said_where_a_log_would_write_more_or_cannot_be(
     caplog: pytest.LogCaptureFixture, storage: StorageConfig | None, spec: StateSpec
 ) -> None:
     assert said(caplog, storage, spec) == ""
+
+
+def test_the_memory_of_a_small_model_is_not_said_to_be_none() -> None:
+    nbytes = Layout(PLAIN).total_bytes
+    assert 0 < nbytes < 1 << 19
+    line = describe_protection(PLAIN, "as configured", "streaming", "on node a", [])
+    assert line.endswith(f", {nbytes_text(nbytes)} on node a")
+    assert " 0 MiB" not in line
 
 
 @pytest.mark.parametrize(

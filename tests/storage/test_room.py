@@ -40,7 +40,7 @@ def test_eager_where_it_is_not(monkeypatch: pytest.MonkeyPatch, budget: int | No
     config = MemckptConfig(agent=AgentConfig(memory_budget_bytes=budget))
     choice = choose(config=config)
     assert choice.mode == "eager"
-    assert "lazy redo, which is exact on an accelerator, would take 0.0565 GiB" in choice.reason
+    assert "lazy redo, which is exact on an accelerator, would take 57.9 MiB" in choice.reason
     assert ("agent.memory_budget_bytes" if budget else "75% of the available memory") in choice.reason
 
 
@@ -62,4 +62,4 @@ def test_whoever_asks_for_a_mode_gets_it(monkeypatch: pytest.MonkeyPatch) -> Non
     assert choose(config=MemckptConfig(redo="lazy")).mode == "lazy"
     on_host = ModeChoice(MemckptConfig(redo="auto"), live_state(), Ranks(), torch.device("cpu"))
     # Memory for a window is no question there.
-    assert on_host.reason == "the model is small: the records that lazy redo holds take 58 MiB"
+    assert on_host.reason == "the model is small: the records that lazy redo holds take 57.8 MiB"

@@ -28,6 +28,7 @@ from memckpt.protocol.trainer import Configure
 from memckpt.state.layout import Layout
 from memckpt.state.records import RankGroup, Timeline
 from memckpt.storage.owner import CLAIM
+from memckpt.user_messages import nbytes_text
 
 _log = logging.getLogger("memckpt.agent")
 #: Seconds between two looks whether a full storage has room again.
@@ -242,8 +243,8 @@ class Checkpoints:
             self._log.checkpoint_saved(message.record)
         self.schedule.wrote(message)
         what = "" if message.whole else "this node's part of "
-        size, seconds = message.nbytes / 2**20, message.seconds
-        _log.info("%sstep %d is in storage: %.3g MiB, %.2f s", what, message.step, size, seconds)
+        size = nbytes_text(message.nbytes)
+        _log.info("%sstep %d is in storage: %s, %.2f s", what, message.step, size, message.seconds)
         self._host.tell_ranks(self._ranks, message)
 
     def _not_saved(self, message: storing.SaveFailed) -> None:

@@ -27,6 +27,7 @@ from memckpt.capture.data.iteration import followed
 from memckpt.errors import ConfigurationError, ForeignStateError, UnsupportedStateError
 from memckpt.state import codec, rng
 from memckpt.state.tensors import local, version, why_not_held
+from memckpt.user_messages import nbytes_text
 
 _MISSING = object()
 #: Key of the captured form of an object; its value is the kind: "generator" or "state".
@@ -365,7 +366,7 @@ class FoundObjects(Attributes):
         elif codec.unencodable_paths(state):
             reason = "its state cannot be stored"
         elif (nbytes := sum(tensor.nbytes for tensor in tensors_in(state))) > _LARGE:
-            reason = f"each step would copy its {nbytes >> 10} KiB; {self._named.format(name)} to carry it"
+            reason = f"each step would copy its {nbytes_text(nbytes)}; {self._named.format(name)} to carry it"
         else:
             return True
         if name in self.names:

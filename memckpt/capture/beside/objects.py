@@ -17,6 +17,7 @@ from memckpt.capture.beside.attributes import MODULE_NAMES, Attributes, tensors_
 from memckpt.capture.beside.modules import is_metric
 from memckpt.errors import ConfigurationError, ForeignStateError, UsageError
 from memckpt.state import rng
+from memckpt.user_messages import nbytes_text
 
 _log = logging.getLogger("memckpt")
 #: What add_state() was called with: the same in each process.
@@ -107,8 +108,8 @@ class MetricStates:
             if name not in self._large and sum(one.nbytes for one in tensors_in(values)) > _LARGE_METRIC_BYTES:
                 self._large.add(name)
                 _log.warning(
-                    "memckpt: the metric %r accumulates more than %d MiB, which is copied at every step",
-                    *(name, _LARGE_METRIC_BYTES >> 20),
+                    "memckpt: the metric %r accumulates more than %s, which is copied at every step",
+                    *(name, nbytes_text(_LARGE_METRIC_BYTES)),
                 )
         return states
 

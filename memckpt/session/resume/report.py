@@ -15,7 +15,7 @@ from memckpt.recovery.comparison import ComparedKind, Difference, Findings
 from memckpt.state.layout import SNAPSHOTS, Layout
 from memckpt.state.spec import StateSpec
 from memckpt.state.tensors import allowed_rounding
-from memckpt.user_messages import short_number
+from memckpt.user_messages import nbytes_text, short_number
 
 _log = logging.getLogger("memckpt")
 Verdict = Literal["pending", "equal", "rounding", "different", "none", "off"]
@@ -166,7 +166,7 @@ def _cause(reason: str) -> str:
 
 
 def describe_protection(spec: StateSpec, reason: str, tap: str, where: str, caveats: Sequence[str]) -> str:
-    """One line about the protection of a run: parameters, mode and its reason, tap, memory in MiB, caveats."""
+    """One line about the protection of a run: parameters, mode and its reason, tap, memory, caveats."""
     layout = Layout(spec)
     whole = sum(math.prod(param.tensor.whole_shape) for param in spec.params)
     shards = "" if whole == layout.numel else f", of which this rank holds {short_number(layout.numel)}"
@@ -178,7 +178,7 @@ def describe_protection(spec: StateSpec, reason: str, tap: str, where: str, cave
         how = f"{spec.mode} redo ({reason}), tap: {tap}, T={spec.period}, D={spec.slots}"
     return (
         f"memckpt: protecting {steps} of {short_number(whole)} parameters{shards}: {how}, "
-        f"{layout.total_bytes / 2**20:.0f} MiB {where}" + "".join(f"; note: {caveat}" for caveat in caveats)
+        f"{nbytes_text(layout.total_bytes)} {where}" + "".join(f"; note: {caveat}" for caveat in caveats)
     )
 
 
@@ -300,7 +300,7 @@ def judge_witness(check: ResumeCheck, everybody: Sequence[Testimony], accelerate
         key=lambda item: item[:2],
     )
     which, are, those = ("gradient", "is", "the one") if count == 1 else (f"{count} gradients", "are", "those")
-    what = f"step {step}'s first {which} ({_size(sum(each.nbytes for each in everybody))}) {are}"
+    what = f"step {step}'s first {which} ({nbytes_text(sum(each.nbytes for each in everybody))}) {are}"
     left = f"{those} that the dead attempt had left"
     if not wrong:
         check.settle("equal", f"{what} {left}: equal, bit for bit")
@@ -319,10 +319,6 @@ def judge_witness(check: ResumeCheck, everybody: Sequence[Testimony], accelerate
         f"{_CAUSES}"
     )
     check.settle("different", line, differences)
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.1f} KiB"
 
 
 def _rounding(worst: Difference) -> str:

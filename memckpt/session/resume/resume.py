@@ -69,7 +69,7 @@ from memckpt.state.layout import Layout
 from memckpt.state.records import HeldFragments, HeldRecords
 from memckpt.state.spec import StateSpec
 from memckpt.state.tensors import local
-from memckpt.user_messages import show_by_default
+from memckpt.user_messages import nbytes_text, show_by_default
 
 _log = logging.getLogger("memckpt")
 #: Logger of the start line, a child of the engine's: a handler or level of that one applies here as well.
@@ -471,9 +471,7 @@ class Resumption:
         known = self._ranks.gather((copies, protection))
         copies, protection = map(sum, zip(*(known[rank] for rank in self._ranks.local_ranks), strict=True))
         if any(self._ranks.gather(copies + protection > available_bytes())):
-            return (
-                f"there is no room in host memory for the {copies / 2**20:.0f} MiB that the state would be compared by"
-            )
+            return f"there is no room in host memory for the {nbytes_text(copies)} that the state would be compared by"
         return ""
 
     # 4. Fill
