@@ -139,7 +139,7 @@ def _measure_peers(peers: PeersStatus, newest: int | None) -> Iterator[Measured]
     yield _gauge("peers_every_steps_needed", "The same, as links would carry it; 0: not measured", peers.needed)
     yield _gauge("peers_held_bytes", "Memory of other nodes' records here", peers.held_bytes)
     yield _counter("peers_sent_bytes", "Bytes sent to peers in this attempt", peers.bytes_sent)
-    refused = "Messages of strangers and of replaced processes, and damaged ones"
+    refused = "Messages and connections of strangers and of replaced processes, damaged ones, and those beyond a limit"
     yield _counter("peers_refused_messages", refused, peers.refused)
     up = {link.node: link.connected for link in peers.links}
     yield _gauge("peer_connected", "Whether another node answers", up, "peer")

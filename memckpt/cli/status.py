@@ -315,7 +315,7 @@ def _show_peers(table: Table, peers: PeersStatus) -> None:
     _show_links(table, peers.links)
     _add(table, "traffic", _traffic_text(peers))
     if peers.refused:
-        refused = f"{count(peers.refused, 'message')} of strangers or former processes, or damaged"
+        refused = f"{count(peers.refused, 'message')} of strangers or former processes, damaged, or beyond a limit"
         _add(table, "refused", refused, "yellow")
 
 

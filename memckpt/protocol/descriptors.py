@@ -8,8 +8,9 @@ import resource
 import select
 from typing import Protocol
 
-#: Descriptors that a replicator has open for each peer: sockets to it and of it.
-PEER_DESCRIPTORS = 3
+#: Descriptors that a replicator has open for each peer: sockets to it and of it. And more for each with which it shares
+#: fragments of records: a lane to it and one of it.
+PEER_DESCRIPTORS, LANE_DESCRIPTORS = 3, 2
 _log = logging.getLogger("memckpt.agent")
 
 

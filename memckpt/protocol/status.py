@@ -50,7 +50,8 @@ class PeersStatus(msgspec.Struct, frozen=True):
     bytes_per_record: float | None  #: of them, for one record; None before the first
     rate_limit_bytes_per_second: float | None  #: what may be sent now; None: no limit
     pace: str  #: what the governor does, in words
-    refused: int  #: messages of strangers and of processes that were replaced, and damaged ones
+    #: messages and connections of strangers and of processes that were replaced, damaged ones, those beyond a limit
+    refused: int
     gap: tuple[int, int] | None  #: the records from..to that no peer had, the last such gap; None if there was none
     recovering: str = ""  #: what is being restored, with progress; empty if nothing is
     every: int = 1  #: N; 1: every record is sent; else the state after every N-th, in place of records

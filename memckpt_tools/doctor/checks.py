@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from memckpt.cli.common import count
 from memckpt.config import ErasureConfig, MemckptConfig, RedoMode, StorageConfig
-from memckpt.protocol.descriptors import PEER_DESCRIPTORS
+from memckpt.protocol.descriptors import LANE_DESCRIPTORS, PEER_DESCRIPTORS
 from memckpt.user_messages import nbytes_text, short_number
 from memckpt_tools.planning.footprint import STATE_BYTES, base_and_log_bytes, default_held
 
@@ -213,9 +213,10 @@ def check_descriptors(soft: int | None, hard: int | None, nodes: int, peers: Era
     """
     if hard is None:
         return Check("open files", "ok", "unlimited")
-    reach = max(0, (hard - _OWN_DESCRIPTORS) // PEER_DESCRIPTORS) + 1
+    own = _OWN_DESCRIPTORS + LANE_DESCRIPTORS * ((peers or ErasureConfig()).group_nodes - 1)
+    reach = max(0, (hard - own) // PEER_DESCRIPTORS) + 1
     text = f"{soft if soft is not None else 'unlimited'}, raised to {hard}: enough for {reach} nodes with peers"
-    remedy = f"ulimit -Hn {_OWN_DESCRIPTORS + PEER_DESCRIPTORS * nodes} or more; LimitNOFILE= in a systemd unit"
+    remedy = f"ulimit -Hn {own + PEER_DESCRIPTORS * nodes} or more; LimitNOFILE= in a systemd unit"
     if nodes > reach:
         return Check("open files", "problem", f"{text}; this job has {nodes}", remedy)
     if reach < _FEW_NODES and peers is not None:

@@ -175,7 +175,7 @@ def test_peers_that_do_not_protect() -> None:
         "not connected, silent for 3 min",
         "not connected, never heard, 1.0 MiB behind: [Errno 113] no route",
         "connected, silent for 0.1 s: its fragments are damaged",
-        "1 message of strangers or former processes, or damaged",
+        "1 message of strangers or former processes, damaged, or beyond a limit",
         "records 4 to 7 were in no peer's memory",
         "ranks 2-3 from b, 40%",
     ):

@@ -255,7 +255,8 @@ def test_no_more_lanes_than_there_may_be_are_let_in(monkeypatch: pytest.MonkeyPa
         drive(a, b, c, until=lambda: first.done(b))
         monkeypatch.setattr(bulk, "_MOST_LANES", 1)
         c.transport.send("b", b"0", payload_of(0))
-        drive(a, b, c, until=lambda: b.transport.refused["unauthenticated"] >= 1)
+        drive(a, b, c, until=lambda: b.transport.refused["too many lanes"] >= 1)
+        assert set(b.transport.refused) == {"too many lanes"}
         lane = lane_of(a, "b")
         assert lane is not None
         lane.close()

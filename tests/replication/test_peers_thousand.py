@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 import pytest
 import zmq
 
-from memckpt.protocol.descriptors import PEER_DESCRIPTORS, raise_limit
+from memckpt.protocol.descriptors import LANE_DESCRIPTORS, PEER_DESCRIPTORS, raise_limit
 from memckpt.protocol.replication import PeerKeys
 from memckpt.replication.transport.directory import make_keys, make_password
 from memckpt.replication.transport.transport import Delivery, Met, Transport
@@ -24,7 +24,7 @@ _HEARTBEAT_SECONDS = 5.0
 
 
 def stand_ins(channel: Connection, names: list[str], leader: str, keys: PeerKeys | str) -> None:
-    """Be so many peers, each of which answers what it gets with its own name, until somebody says that it is over."""
+    """Be so many peers until somebody says that it is over; each answers with its name and what it has got."""
     raise_limit()
     with ExitStack() as stack:
         transports = {
@@ -38,7 +38,7 @@ def stand_ins(channel: Connection, names: list[str], leader: str, keys: PeerKeys
             for name, one in transports.items():
                 while (event := one.receive()) is not None:
                     if isinstance(event, Delivery):
-                        one.send("leader", name.encode() + b":" + event.body)
+                        one.send("leader", name.encode() + b":" + event.body, bytes(event.payload))
                 one.tend(time.monotonic())
 
 
@@ -61,9 +61,16 @@ def peers(count: int, leader: Transport, keys: PeerKeys | str) -> Iterator[dict[
         yield {name: address for channel in channels for name, address in channel.recv().items()}
 
 
-@pytest.mark.parametrize("count", [pytest.param(40, id="40"), pytest.param(1000, id="1000", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("count", "payload"),
+    [
+        pytest.param(40, b"", id="40"),
+        pytest.param(40, bytes(1 << 10), id="40-lanes"),
+        pytest.param(1000, b"", id="1000", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "curve"])
-def test_all_meet_and_each_message_arrives_once(count: int, encrypted: bool) -> None:
+def test_all_meet_and_each_message_arrives_once(count: int, payload: bytes, encrypted: bool) -> None:
     raise_limit()
     keys = make_keys() if encrypted else make_password()
     leader = Transport("leader", "127.0.0.1", keys=keys, heartbeat_seconds=_HEARTBEAT_SECONDS)
@@ -81,8 +88,9 @@ def test_all_meet_and_each_message_arrives_once(count: int, encrypted: bool) -> 
                 event = leader.receive()
                 if isinstance(event, Met) and event.peer not in met:
                     met.add(event.peer)
-                    leader.send(event.peer, b"who?")
+                    leader.send(event.peer, b"who?", payload)
                 elif isinstance(event, Delivery):
+                    assert bytes(event.payload) == payload
                     answers[event.body] += 1
                 wait = leader.tend(time.monotonic())
                 if event is None:
@@ -91,6 +99,7 @@ def test_all_meet_and_each_message_arrives_once(count: int, encrypted: bool) -> 
         assert met == set(addresses)
         assert answers == Counter(f"{name}:who?".encode() for name in addresses)
         assert not leader.refused
-        assert opened <= PEER_DESCRIPTORS * count + 64
+        most = PEER_DESCRIPTORS + (LANE_DESCRIPTORS if payload else 0)
+        assert (most - 1) * count < opened <= most * count + 64
     finally:
         leader.close()

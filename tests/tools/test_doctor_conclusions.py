@@ -82,8 +82,9 @@ CODED, CURVE, PLAIN = ErasureConfig(data=2, tolerate=2), ErasureConfig(), Erasur
         (checks.check_settings(""), "ok", "valid"),
         (checks.check_settings("MEMCKPT_SLOTS: no"), "problem", "MEMCKPT_SLOTS: no"),
         (checks.check_descriptors(256, None, 5000, CURVE), "ok", "unlimited"),
-        (checks.check_descriptors(256, 1024, 299, CURVE), "ok", ""),  # 1,024 - 128 make three for each of 298 others
-        (checks.check_descriptors(256, 1024, 300, CURVE), "problem", "this job has 300"),
+        # 1,024 - 128 - 4 for the lanes of a group of three make three for each of 297 others.
+        (checks.check_descriptors(256, 1024, 298, CURVE), "ok", ""),
+        (checks.check_descriptors(256, 1024, 299, CURVE), "problem", "this job has 299"),
         (checks.check_descriptors(256, 512, 1, CURVE), "warning", ""),
         (checks.check_descriptors(256, 512, 1, None), "ok", ""),
         (checks.check_descriptors(256, 64, 2, None), "problem", "this job has 2"),

@@ -119,9 +119,10 @@ class Incoming(_End):
         yield memoryview(said)
         names = bytes(said[: 2 * _ID_BYTES])
         hello, welcome, self._key = _words(bulk.secret, challenge, names, bulk.address.encode())
-        if not hmac.compare_digest(hello, said[2 * _ID_BYTES :]) or not bulk.admit(self, names[:_ID_BYTES]):
+        has_key = hmac.compare_digest(hello, said[2 * _ID_BYTES :])
+        if not has_key or not bulk.admit(self, names[:_ID_BYTES]):
             bulk.strangers.remove(self)
-            bulk.refused["unauthenticated"] += 1
+            bulk.refused["too many lanes" if has_key else "unauthenticated"] += 1
             return
         self._lane = names[_ID_BYTES:]
         self._sock.send(welcome)
