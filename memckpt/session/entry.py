@@ -102,7 +102,7 @@ def attach(
     is_stage = type(model).__module__.startswith("torch.distributed.pipelining")  # which is refused by its name
     optimizes = bare and all(isinstance(each, Optimizer) for each in bare)
     if not (isinstance(model, nn.Module) or is_stage) or not optimizes:
-        found = ", ".join(dict.fromkeys(type(each).__name__ for each in [model, *(bare or [None])]))
+        found = ", ".join(dict.fromkeys(type(each).__name__ for each in (model, *(bare or (None,)))))
         raise UsageError(
             f"attach(): expected a model, and its optimizer or a list of optimizers, found {found}; write "
             "attach(model, optimizer, run_dir=...)"
