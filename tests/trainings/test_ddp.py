@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import traceback
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-import memckpt
 from memckpt.agent import fencing as fence
 from memckpt.config import StorageConfig
 from memckpt.processes.handles import ProcessHandle
@@ -258,45 +253,3 @@ def test_what_power_sgd_carries_is_lost_where_it_was_there_before(lab: Lab) -> N
     job = job_of(lab, hook="before", **POWER_SGD)
     last = die_and_go_on(lab, job, Death("all", 9, "backward"), reasons=[LATE_POWER_SGD])
     assert [one["resumed"] for one in results(last)] == [9, 9]
-
-
-def _fail(*_: Any) -> Any:
-    raise ValueError("of the user's")
-
-
-def _fail_at_once(state: Any, bucket: Any) -> Any:
-    return _fail()
-
-
-def _average_and_fail(state: Any, bucket: Any) -> Any:
-    work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(_fail)
-
-
-@pytest.mark.parametrize("what", ["hook", "future", "rank"])
-def test_what_a_reduction_raises_has_no_frames_of_ours_around_it(lab: Lab, what: str) -> None:
-    """Of the user's hook, of what that has put behind its reduction, and of the network behind a rank that is gone."""
-    job = job_of(lab)
-
-    def body(job: DdpJob, rank: int) -> None:
-        job.join(rank)
-        model = DistributedDataParallel(nn.Linear(3, 1))
-        session = memckpt.attach(model, torch.optim.SGD(model.parameters(), 0.1), run_dir=job.run_dir, config=config())
-        session.restore()
-        if what != "rank":
-            model.register_comm_hook(None, _fail_at_once if what == "hook" else _average_and_fail)
-        elif rank == 1:
-            os._exit(0)
-        loss = model(torch.ones(2, 3)).sum()
-        try:
-            loss.backward()
-        except Exception as error:
-            (job.directory / f"said-{rank}").write_text("".join(traceback.format_exception(error)))
-        os._exit(0)  # taking gloo's groups down has been seen to hang
-
-    assert run(lab, job, body) == [0, 0], logs(lab)[-3000:]
-    lab.stop()
-    said = (job.directory / "said-0").read_text()
-    assert said.count("memckpt_tap") == (what == "hook")
-    assert said.count("taps/ddp.py") == (what == "hook")
-    assert ("of the user's" in said) == (what != "rank")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import operator
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,14 +21,11 @@ from memckpt.capture.taps.tap import OncePerBackward, Tap, survives
 from memckpt.compression.hook import hook as compressed_hook
 from memckpt.compression.hook import of_bucket as of_ddp
 from memckpt.compression.reduction import Averaged, Bucket, Encoded, Reducer
-from memckpt.errors import UnsupportedError, frames_of_others
+from memckpt.errors import UnsupportedError
 
 _log = logging.getLogger("memckpt")
 
 CommHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
-_Call = Callable[[Any], Any]
-#: What a future has brought, or the error of what failed. It is a function of C: the error gets no frame of ours.
-_value: _Call = torch._C.Future.value
 
 
 LOCAL_STEPS = (
@@ -110,12 +105,7 @@ class BucketTap(Tap):
 
     def install(self) -> None:
         def memckpt_tap(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-            try:
-                return self._reduce(bucket)
-            except Exception as error:  # of the user's hook, or of the network: raised again
-                failed = error
-            _log.debug("memckpt: where that was seen", exc_info=failed)
-            raise failed.with_traceback(frames_of_others(failed.__traceback__))
+            return self._reduce(bucket)
 
         # Torch compares the annotations with its own classes, and does not resolve strings.
         memckpt_tap.__annotations__.clear()
@@ -183,16 +173,12 @@ class BucketTap(Tap):
             return self._compress(self._reducer, of_ddp(bucket), bucket.is_last())
         params, gradients, buffer = bucket.parameters(), bucket.gradients(), bucket.buffer()
 
-        def staged(done: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
-            try:
-                flat = _first(done)
-            except Exception:  # the reduction failed: asked for its value, `done` raises it once more
-                return done
+        def staged(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            flat = _first(done)  # raises if the reduction failed: the user must see that
             self._stage(flat, params, gradients, buffer)
-            return done
+            return flat
 
-        done, calls = self._begin_average(bucket)
-        return _behind(done, staged, *calls)
+        return self._average(bucket).then(staged)
 
     @survives("handling a bucket")
     def _observe_bucket(self, bucket: GradBucket) -> None:
@@ -241,17 +227,13 @@ class BucketTap(Tap):
     def _average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if self._reducer is not None:
             return compressed_hook(self._reducer, bucket)
-        done, calls = self._begin_average(bucket)
-        return _behind(done, *calls)
-
-    def _begin_average(self, bucket: GradBucket) -> tuple[torch.futures.Future[Any], Sequence[_Call]]:
-        """Average a bucket: the future, and the calls that make of it what DDP is to get."""
         if self._users is not None:
             state, hook = self._users
-            return hook(state, bucket), [_value]
+            return hook(state, bucket)
         work = dist.all_reduce(bucket.buffer().mul_(self._factor), group=self._group, async_op=True)
         assert work is not None
-        return work.get_future(), [_value, operator.itemgetter(0)]
+        future: torch.futures.Future[torch.Tensor] = work.get_future().then(_first)
+        return future
 
     def _observe(self, bucket: GradBucket) -> None:
         """Learn the layout. A process's first backward has DDP's provisional one, which is used only once."""
@@ -336,17 +318,6 @@ def _placed_alike(gradients: Sequence[torch.Tensor], buffer: torch.Tensor, flat:
     first, flat = buffer.storage_offset(), flat.view(-1)
     begins = [int(gradient.storage_offset() - first) for gradient in gradients]
     return [flat[begin : begin + one.numel()].view(one.shape) for begin, one in zip(begins, gradients, strict=True)]
-
-
-def _behind(done: torch.futures.Future[Any], *calls: _Call) -> torch.futures.Future[Any]:
-    """What these calls make of a future once it is done, each of what the one before it returns.
-
-    `map` calls them, so that no frame of ours is around one that raises: the user's error, or the network's.
-    """
-    found: Iterator[Any] = iter([done])
-    for call in calls:
-        found = map(call, found)
-    return done.then(partial(next, found))
 
 
 def _first(done: torch.futures.Future[Any]) -> torch.Tensor:
