@@ -21,12 +21,17 @@ from memckpt.state.spec import StateSpec, TensorSpec
 from tests.support.cluster.storage_node import spec_of
 from tests.support.linked import link_over
 
-PLAIN = spec_of((0, 1, 2))
+SMALL = [TensorSpec(name, (4,), "float32") for name in ("a", "b", "both")]
 
 
 def staging(*names: str) -> StateSpec:
-    """The layout of a rank that has seen these tensors change."""
-    return msgspec.structs.replace(PLAIN, by_value=tuple(TensorSpec(name, (4,), "float32") for name in names))
+    """The layout of a rank that has seen these of the small tensors change."""
+    by_value = tuple(one for one in SMALL if one.name in names)
+    static = tuple(one for one in SMALL if one.name not in names)
+    return msgspec.structs.replace(spec_of((0, 1, 2)), by_value=by_value, static=static)
+
+
+PLAIN = staging()
 
 
 def request(record: int, spec: StateSpec = PLAIN, budget: int | None = None) -> Prepare:
@@ -84,10 +89,13 @@ def test_what_one_rank_has_begun_is_not_given_to_another_for_a_later_record(rank
     assert ranks.prepare(1, 6, staging("a")) == (3, None)
 
 
-def test_another_difference_than_tensors_that_change_has_no_names(ranks: Ranks) -> None:
-    ranks.prepare(0, 5)
-    other = msgspec.structs.replace(PLAIN, static=(TensorSpec("x", (1,), "int8"),))
-    assert ranks.prepare(1, 5, other) == (2, Difference())
+def test_tensors_that_only_some_ranks_have_are_named_apart_and_another_difference_has_no_names(ranks: Ranks) -> None:
+    more = TensorSpec("x", (1,), "int8")
+    ranks.prepare(0, 5, staging("a"))
+    seen = msgspec.structs.replace(PLAIN, by_value=(more,))
+    assert ranks.prepare(1, 5, seen) == (2, Difference(frozenset({"a"}), missing=frozenset({"x"})))
+    ranks.prepare(0, 6)
+    assert ranks.prepare(1, 6, msgspec.structs.replace(PLAIN, period=PLAIN.period + 1)) == (4, Difference())
 
 
 def test_ranks_that_know_of_different_tensors_that_differ_are_told_all_of_them(ranks: Ranks) -> None:

@@ -141,7 +141,7 @@ def test_another_model_may_start_over(lab: Lab) -> None:
 def test_too_little_memory_is_refused_before_the_first_step_with_figures(lab: Lab, redo: str) -> None:
     settings = config(redo, agent=AgentConfig(memory_budget_bytes=300_000, linger_seconds=60))
     message = refused(lab, PLAIN, MemoryBudgetError, settings=settings)
-    assert "MiB" in message
+    assert "KiB" in message
     assert "agent.memory_budget_bytes" in message
     lab.stop()
 
