@@ -125,7 +125,7 @@ class Layout:
 
     @cached_property
     def stagers(self) -> list[int]:
-        """For each parameter, the local rank that stages it; balanced by bytes, as each rank has its own link."""
+        """The local rank that stages each parameter; balanced by bytes, as each rank has its own link."""
         return self._balanced([param.tensor.nbytes for param in self.spec.params])
 
     @cached_property

@@ -22,6 +22,7 @@ import select
 import socket
 import struct
 import time
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterator
 
@@ -51,7 +52,7 @@ def _link_id(incarnation: str) -> bytes:
     return hashlib.sha256(incarnation.encode()).digest()[:_ID_BYTES]
 
 
-class _End:
+class _End(ABC):
     """One end of a connection: what it is told goes to the memory that its conversation names next; none: it waits."""
 
     def __init__(self, bulk: Bulk, sock: socket.socket) -> None:
@@ -69,8 +70,9 @@ class _End:
         self._conversation = self._talk()
         self._place = memoryview(bytearray(1))
 
+    @abstractmethod
     def _talk(self) -> Iterator[memoryview]:
-        raise NotImplementedError
+        """The conversation of this end: it yields the memory in which it wants what comes next."""
 
     def work(self) -> None:
         """Read and write what can be."""
