@@ -277,6 +277,7 @@ class Evidence:
         if self._sampler is None or places != self._known[1]:
             self._sampler = _Sampler(tensors)
             self._known = self._known[0], places
+            self._live.look_at_memory()
         return self._sampler
 
     def _walk(self) -> tuple[list[_Found], list[float]]:

@@ -107,6 +107,7 @@ class LiveState:
         self._born_params = {name for name, tensor in self.tensors().items() if isinstance(tensor, nn.Parameter)}
         # What a module has let go of, its optimizer still has under the place in its group.
         self._born_positions = {position for position, _ in self._optimizer_positions()}
+        self._born_shared = self._find_shared()
         #: `defaults` of the optimizers, by which groups are made, as a new process makes them.
         self.born_defaults = [dict(getattr(optimizer, "defaults", {})) for optimizer in self.optimizers]
         #: Tensors in groups by optimizer, group and key, as a new process has them when it goes on; None until then.
@@ -646,6 +647,29 @@ class LiveState:
                 for of, param in params.get(buffer.untyped_storage().data_ptr(), ()):
                     if _overlap(buffer, param):
                         yield [name, of]
+
+    def look_at_memory(self) -> None:
+        """Name tensors that have come to share memory, as a resume gives each its own; called where one has moved."""
+        for name, of in self._find_shared() - self._born_shared:
+            self.not_carried.setdefault(
+                f"{name} and {of} are in the same memory since training began, and have memory of their own behind a "
+                "resume; have both modules hold one and the same tensor (`head.weight = embedding.weight`)"
+            )
+
+    def _find_shared(self) -> set[tuple[str, str]]:
+        """Names of tensors, two and two, that have memory in common."""
+        found: set[tuple[str, str]] = set()
+        plain = (
+            (*_extent(one), name)
+            for name, one in self.tensors().items()
+            if type(one) in (torch.Tensor, nn.Parameter) and not is_ours(name) and not name.startswith(GRADIENTS)
+        )
+        before: list[tuple[int, int, str]] = []
+        for begin, end, name in sorted(plain):
+            before = [each for each in before if each[1] > begin]
+            found.update((of, name) for _, _, of in before)
+            before.append((begin, end, name))
+        return found
 
     # State captured beside the tensors in slots
 

@@ -315,6 +315,41 @@ def test_buffers_that_are_tied_or_become_two(lab: Lab, kind: type[Changing], cha
     survives(lab, lambda process: process.train(change), KILLS, check, kind=kind)
 
 
+def detached_buffer(model: Any) -> None:
+    model.two.running_mean = model.one.running_mean.detach()
+
+
+def part_of_a_buffer(model: Any) -> None:
+    model.two.running_mean = model.one.running_mean[:]
+
+
+def data_of_a_buffer(model: Any) -> None:
+    model.two.running_mean.data = model.one.running_mean.data
+
+
+@pytest.mark.parametrize("share", [detached_buffer, part_of_a_buffer, data_of_a_buffer], ids=lambda one: one.__name__)
+def test_tensors_that_come_to_share_memory_are_said_not_to_behind_a_resume(
+    lab: Lab, share: Callable[[Any], None]
+) -> None:
+    def change(process: Changing, step: int) -> None:
+        if step == 3:
+            share(process.model.frozen)
+
+    def die() -> None:
+        process_of(lab, ("committed", 6), "off", kind=OwnAverages).train(change)
+
+    def go_on() -> None:
+        session = process_of(lab, None, "off", kind=OwnAverages).session
+        report = session.restore()
+        session.close()
+        (reason,) = report.reasons
+        assert "frozen.one.running_mean and frozen.two.running_mean are in the same memory" in reason
+        assert not report.exact
+
+    in_child(lab, die, status=-signal.SIGKILL)
+    in_child(lab, go_on)
+
+
 class Viewed(Changing):
     """A buffer is in the memory of a weight."""
 
