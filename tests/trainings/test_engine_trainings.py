@@ -22,6 +22,9 @@ EAGER_FIRST = {"adversarial", "clip-norm", "scaler-fused", "unfrozen", "unused",
 #: Each has a close relative that makes every run.
 LAZY_LATER = {"scaler-clip", "bf16-adamw", "gradient-penalty", "one-cycle", "moving-average"}
 
+#: Weights change outside the optimizer at every step: after five steps in a row, snapshots take the place of redo.
+CHANGED_OUTSIDE = {"projection"}
+
 
 def cases(first: set[str]) -> list[Any]:
     """All cases; those that are not in `first` among the slow tests."""
@@ -56,8 +59,10 @@ def test_lazy_redo_is_exact(lab: Lab, case: Case) -> None:
 @pytest.mark.parametrize("case", cases(EAGER_FIRST))
 def test_eager_redo_is_exact(lab: Lab, case: Case) -> None:
     attempts = lab.survives(case, config("eager"), engine_steps.kills_of(case, KILLS))
-    assert {attempt.mode for attempt in attempts} == {"eager"}
-    assert attempts[-1].end["drift"] == 0.0
+    *before, last = attempts
+    assert {attempt.mode for attempt in before} == {"eager"}
+    assert last.mode == ("snapshot" if case.name in CHANGED_OUTSIDE else "eager")
+    assert last.end["drift"] == 0.0
 
 
 @pytest.mark.slow
