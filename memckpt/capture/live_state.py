@@ -404,7 +404,7 @@ class LiveState:
                 found.append([name, "let go", list(tensor.shape), dtype_name(tensor.dtype), tensor.requires_grad])
             elif name in keys:
                 found.append([name, "tied", keys[name]])
-            elif tensor is None:
+            elif _POSITION.fullmatch(name) is None:  # groups say which parameters without a module are gone
                 found.append([name, "none"])
         return found
 

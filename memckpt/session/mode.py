@@ -256,10 +256,13 @@ class ModeChoice:
 
     def _loss(self) -> str:
         """What snapshots in place of redo lose, in words."""
-        often = "every step" if self.every == 1 else f"one step of {self.every}"
+        copied, lost = "after every step", "none"
+        if self.every > 1:
+            copied = f"after one step of {self.every}"
+            lost = f"up to {self.every - 1} steps (MemckptConfig(snapshot_every_steps=1) loses none)"
         return (
-            f"steps cannot be redone here: {self.reason}; the whole state is copied after {often} instead, so that a "
-            f"crash may lose up to {self.every - 1} steps (MemckptConfig(snapshot_every_steps=1) loses none)"
+            f"steps cannot be redone here: {self.reason}; the whole state is copied {copied} instead: "
+            f"a crash loses {lost}"
         )
 
     def _redo(self) -> None:

@@ -234,6 +234,24 @@ def test_a_tied_weight_that_becomes_two(lab: Lab, own: str) -> None:
     survives(lab, lambda process: process.train(untied), KILLS, kind=Tied)
 
 
+class AllTrained(Changing):
+    def objects(self) -> tuple[Any, Any]:
+        model = Net(self.width)
+        return model, torch.optim.Adam(model.parameters(), 0.01)
+
+
+def test_a_weight_that_is_tied_and_leaves_its_optimizer(lab: Lab) -> None:
+    def tie_for_good(process: Changing, step: int) -> None:
+        if step == 4:
+            was = process.model.norm.bias
+            (group,) = process.optimizer.param_groups
+            group["params"] = [param for param in group["params"] if param is not was]
+            del process.optimizer.state[was]
+            process.model.norm.bias = process.model.first.bias
+
+    survives(lab, lambda process: process.train(tie_for_good), KILLS, kind=AllTrained)
+
+
 class Averages(nn.Module):
     """Three buffers, of which the first changes in place; all count."""
 
