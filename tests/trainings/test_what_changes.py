@@ -150,6 +150,11 @@ def flags(process: Changing, step: int) -> None:
         process.model.last.bias.requires_grad_(False)
 
 
+def new_generator(process: Changing, step: int) -> None:
+    if step % 3 == 1:
+        process.model.generator = torch.Generator().manual_seed(step)
+
+
 def nothing(process: Changing, step: int) -> None:
     """Gradients of the layer in no optimizer add up, as do those that nobody zeroes."""
 
@@ -191,6 +196,7 @@ def second_optimizer(process: Changing, step: int) -> None:
         loaded,
         tied,
         flags,
+        new_generator,
         second_optimizer,
     ],
     ids=lambda one: one.__name__,
@@ -250,6 +256,33 @@ def test_a_weight_that_is_tied_and_leaves_its_optimizer(lab: Lab) -> None:
             process.model.norm.bias = process.model.first.bias
 
     survives(lab, lambda process: process.train(tie_for_good), KILLS, kind=AllTrained)
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_module_without_tensors_that_comes_or_goes_is_said(lab: Lab, comes: bool) -> None:
+    def change(process: Changing, step: int) -> None:
+        if step == 3 and comes:
+            process.model.dropout = nn.Sequential(process.model.dropout, nn.Dropout(0.2))
+        elif step == 3:
+            del process.model.norm.unused
+
+    class WithUnused(Changing):
+        def objects(self) -> tuple[Any, Any]:
+            model, optimizer = super().objects()
+            model.norm.unused = nn.Dropout(0.3)
+            return model, optimizer
+
+    def die() -> None:
+        process_of(lab, ("committed", 5), "off", kind=WithUnused).train(change)
+
+    def go_on() -> None:
+        process = process_of(lab, None, "off", kind=WithUnused)
+        process.train(nothing)
+        assert not process.session.report.exact
+
+    in_child(lab, die, status=-signal.SIGKILL)
+    words = "'dropout' had become a Sequential while training ran" if comes else "'norm.unused' had gone while training ran"
+    assert words in in_child(lab, go_on)
 
 
 class Averages(nn.Module):

@@ -136,15 +136,18 @@ class ModuleTree:
             for name, one in self.modules.items()
             if type(one).get_extra_state is not nn.Module.get_extra_state
         ]
+        # Their places: a training may make them anew, as for each epoch.
         self._generators = [
-            (f"{name}.{key}", value)
+            (f"{name}.{key}", vars(one), key)
             for name, one in self.modules.items()
             for key, value in vars(one).items()
             if isinstance(value, rng.GENERATOR_TYPES)
         ]
         self._kinds = {name: type(one).__qualname__ for name, one in self.modules.items()}
-        born = self._born_kinds
-        self._changed_kinds = {name: kind for name, kind in self._kinds.items() if kind != born.get(name, kind)}
+        born = self._born_kinds or self._kinds
+        self._changed_kinds = {
+            name: self._kinds.get(name) for name in {**born, **self._kinds} if self._kinds.get(name) != born.get(name)
+        }
         self._hooked_tensors = {
             without_wrappers(f"{path}.{key}" if path else key): param
             for path, module in self.modules.items()
@@ -208,7 +211,11 @@ class ModuleTree:
         return {
             "training": [usual, unusual],
             "numbers": changed,
-            "generators": {name: rng.capture_generator(one) for name, one in self._generators},
+            "generators": {
+                name: rng.capture_generator(one)
+                for name, held, key in self._generators
+                if isinstance(one := held.get(key), rng.GENERATOR_TYPES)
+            },
             "extra": dict(self._extra_states(refused)),
         }
 
@@ -241,11 +248,20 @@ class ModuleTree:
     def not_repeated(self, described: Mapping[str, Any]) -> Iterator[str]:
         """Yield, in words, each change of the script while training ran that this process has not made again.
 
-        Neither flags nor tensors: a module replaced by one of another class, hooks that came or went.
+        Neither flags nor tensors: modules that came, went or were replaced, hooks that came or went.
         """
+        told: set[str] = set()  # what is below a module goes with it
         for name, kind in described["kinds"].items():
-            if self._kinds.get(name) == self._born_kinds.get(name, kind) != kind:
-                yield f"the module {name!r} had become a {kind} while training ran, and is a {self._kinds.get(name)}"
+            is_now = self._kinds.get(name)
+            if is_now == kind or name.rpartition(".")[0] in told:
+                continue
+            told.add(name)
+            if not kind:
+                yield f"the module {name!r} had gone while training ran, and is there again"
+            elif not is_now:
+                yield f"the module {name!r}, a {kind}, had come while training ran, and is there no more"
+            else:
+                yield f"the module {name!r} had become a {kind} while training ran, and is a {is_now}"
         layouts = self._layouts_now()
         for name, strides in described["layouts"].items():
             if layouts.get(name, strides) != strides:
@@ -287,9 +303,13 @@ class ModuleTree:
         for name, held, keys in self._numbers:
             if name not in described["numbers"]:  # unchanged then; a later state may have been restored before this one
                 held.update((key, value) for key, value in self._born.get(name, ()) if key in keys)
-        for name, generator in self._generators:
-            if name in described["generators"]:
-                rng.restore_generator(generator, described["generators"][name])
+        for name, state in described["generators"].items():
+            path, _, key = name.rpartition(".")
+            held = vars(self.modules[path]) if path in self.modules else {}
+            if isinstance(live := held.get(key), rng.GENERATOR_TYPES):
+                rng.restore_generator(live, state)
+            elif held:
+                held[key] = rng.make_generator(state)
 
     def restore_extra_state(self, described: Mapping[str, Any]) -> None:
         """Put back extra state; call after all tensors are restored."""
