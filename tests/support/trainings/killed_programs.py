@@ -88,9 +88,11 @@ class Process:
             self.run.hooks[here](self)
         if here == dies:
             self.journal.note("killed", place=place, visit=here[1])
-            for worker in multiprocessing.active_children():
-                worker.kill()  # by themselves they would look for their parent every five seconds
-            os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                for worker in multiprocessing.active_children():
+                    worker.kill()  # by themselves they would look for their parent every five seconds
+            finally:  # torch's handler may raise here that a worker has been killed
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def note(self, event: str, place: object, value: Any) -> None:
         """Note a value that has to come out the same; tensors of one element bit for bit."""
