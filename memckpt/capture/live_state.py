@@ -651,10 +651,10 @@ class LiveState:
     def look_at_memory(self) -> None:
         """Name tensors that have come to share memory, as a resume gives each its own; called where one has moved."""
         for name, of in self._find_shared() - self._born_shared:
-            self.not_carried.setdefault(
+            self.not_carried[
                 f"{name} and {of} are in the same memory since training began, and have memory of their own behind a "
                 "resume; have both modules hold one and the same tensor (`head.weight = embedding.weight`)"
-            )
+            ] = None
 
     def _find_shared(self) -> set[tuple[str, str]]:
         """Names of tensors, two and two, that have memory in common."""

@@ -134,7 +134,8 @@ class RankState:
 
     def take_over(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Take over from a held rank state why the run is not exact; returns the reasons."""
-        found = (*state.get("inexact", ()), *state.get("left_out", ()))
+        keys = ("inexact", "not_carried", "left_out")
+        found = tuple(dict.fromkeys(chain.from_iterable(state.get(key, ()) for key in keys)))
         self.carry(found)
         self._resumed_structure = state.get("structure", self._resumed_structure)
         self._resumed_ambient = state.get("ambient", self._resumed_ambient)

@@ -155,6 +155,13 @@ def new_generator(process: Changing, step: int) -> None:
         process.model.generator = torch.Generator().manual_seed(step)
 
 
+def late_generator(process: Any, step: int) -> None:
+    if step == 3:
+        process.model.late, process.model.other = torch.ones(4), torch.Generator().manual_seed(1)
+    if step >= 3:
+        process.model.late.mul_(1 + torch.rand(1, generator=process.model.other))
+
+
 def nothing(process: Changing, step: int) -> None:
     """Gradients of the layer in no optimizer add up, as do those that nobody zeroes."""
 
@@ -197,6 +204,7 @@ def second_optimizer(process: Changing, step: int) -> None:
         tied,
         flags,
         new_generator,
+        late_generator,
         second_optimizer,
     ],
     ids=lambda one: one.__name__,
@@ -262,7 +270,7 @@ def test_a_weight_that_is_tied_and_leaves_its_optimizer(lab: Lab) -> None:
 def test_a_module_without_tensors_that_comes_or_goes_is_said(lab: Lab, comes: bool) -> None:
     def change(process: Changing, step: int) -> None:
         if step == 3 and comes:
-            process.model.dropout = nn.Sequential(process.model.dropout, nn.Dropout(0.2))
+            process.model.norm.added = nn.Sequential(nn.Sequential(nn.Dropout(0.2)))
         elif step == 3:
             del process.model.norm.unused
 
@@ -281,8 +289,10 @@ def test_a_module_without_tensors_that_comes_or_goes_is_said(lab: Lab, comes: bo
         assert not process.session.report.exact
 
     in_child(lab, die, status=-signal.SIGKILL)
-    words = "'dropout' had become a Sequential" if comes else "'norm.unused' had gone"
-    assert f"{words} while training ran" in in_child(lab, go_on)
+    words = "'norm.added', a Sequential, had come" if comes else "'norm.unused' had gone"
+    told = in_child(lab, go_on)
+    assert f"{words} while training ran" in told
+    assert "norm.added.0" not in told, "what is below a module is not told of"
 
 
 class Averages(nn.Module):
@@ -379,15 +389,14 @@ def data_of_a_buffer(model: Any) -> None:
 
 
 @pytest.mark.parametrize("share", [detached_buffer, part_of_a_buffer, data_of_a_buffer], ids=lambda one: one.__name__)
-def test_tensors_that_come_to_share_memory_are_said_not_to_behind_a_resume(
-    lab: Lab, share: Callable[[Any], None]
-) -> None:
+@pytest.mark.parametrize("commit", [3, 6])
+def test_tensors_that_come_to_share_memory_are_said(lab: Lab, share: Callable[[Any], None], commit: int) -> None:
     def change(process: Changing, step: int) -> None:
         if step == 3:
             share(process.model.frozen)
 
     def die() -> None:
-        process_of(lab, ("committed", 6), "off", kind=OwnAverages).train(change)
+        process_of(lab, ("committed", commit), "off", kind=OwnAverages).train(change)
 
     def go_on() -> None:
         session = process_of(lab, None, "off", kind=OwnAverages).session

@@ -250,12 +250,14 @@ class ModuleTree:
 
         Neither flags nor tensors: modules that came, went or were replaced, hooks that came or went.
         """
-        told: set[str] = set()  # what is below a module goes with it
+        told: set[str] = set()
         for name, kind in described["kinds"].items():
             is_now = self._kinds.get(name)
-            if is_now == kind or name.rpartition(".")[0] in told:
+            if is_now == kind:
                 continue
             told.add(name)
+            if name.rpartition(".")[0] in told:
+                continue  # what is below a module goes with it
             if not kind:
                 yield f"the module {name!r} had gone while training ran, and is there again"
             elif not is_now:
@@ -310,6 +312,7 @@ class ModuleTree:
                 rng.restore_generator(live, state)
             elif held:
                 held[key] = rng.make_generator(state)
+                self._generators.append((name, held, key))
 
     def restore_extra_state(self, described: Mapping[str, Any]) -> None:
         """Put back extra state; call after all tensors are restored."""
