@@ -142,12 +142,12 @@ def test_nothing_may_be_sent_to_a_peer_that_was_not_met(keys: PeerKeys | str) ->
 
 
 def test_who_comes_back_is_met_anew(keys: PeerKeys | str) -> None:
-    with nodes_of(Node("a", keys, window_bytes=1 << 20), Node("b", keys)) as (a, b):
+    port = free_port()
+    with nodes_of(Node("a", keys, window_bytes=1 << 20), Node("b", keys, port=port)) as (a, b):
         acquaint(a, b)
         b.reads = False
         sender = Sender(a, "b", 50)
         sender.send()
-        port = b.port
         b.transport.close()
         with nodes_of(Node("b", keys, port=port)) as (again,):
             drive(a, again, until=lambda: len(a.met) == 2 and len(again.met) == 1)

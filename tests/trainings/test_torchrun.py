@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.cluster.peers_harness import free_port
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.supervised_runs import wait_for
 
@@ -35,10 +35,7 @@ class Launch:
         found = [f"--nnodes={self.torchruns}", f"--nproc-per-node={2 // self.torchruns}", f"--max-restarts={restarts}"]
         if self.torchruns == 1:
             return [*found, "--standalone"]
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
-        return [*found, "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test"]
+        return [*found, "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=test"]
 
 
 def torchrun(lab: Lab, directory: Path, kind: str, launch: Launch, deaths: list[str]) -> tuple[list[Any], str]:
