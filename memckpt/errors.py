@@ -230,8 +230,9 @@ def without_our_frames(face: Callable[_P, _R]) -> Callable[_P, _R]:
             return face(*args, **kwargs)
         except MemckptError as error:
             _log.debug("memckpt: where that was found", exc_info=error)
-            cause = error.__cause__
-            while cause is not None:
+            cause, seen = error.__cause__, set[int]()  # a script may have made a circle of them
+            while cause is not None and id(cause) not in seen:
+                seen.add(id(cause))
                 cause.__traceback__ = frames_of_others(cause.__traceback__)
                 cause = cause.__cause__ or cause.__context__
             raise error.with_traceback(None) from error.__cause__

@@ -28,6 +28,7 @@ from memckpt.errors import (
     UnsupportedError,
     UsageError,
     frames_of_others,
+    without_our_frames,
 )
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import stop_agent
@@ -182,6 +183,19 @@ def test_an_error_keeps_its_cause_which_is_printed_without_frames_of_ours(tmp_pa
     printed = "".join(traceback.format_exception(caught.value))
     assert printed.startswith("msgspec.DecodeError: ")
     assert [Path(name).name for name in re.findall(r'File "(.*)"', printed)] == [Path(__file__).name, "errors.py"]
+
+
+def test_causes_in_a_circle_come_to_an_end() -> None:
+    first, second = ValueError(), KeyError()
+    first.__cause__, second.__cause__ = second, first
+
+    @without_our_frames
+    def fails() -> None:
+        raise UsageError("of ours") from first
+
+    with pytest.raises(UsageError, match="of ours") as caught:
+        fails()
+    assert caught.value.__cause__ is first
 
 
 def test_frames_of_others_are_those_of_the_user() -> None:
