@@ -11,6 +11,7 @@ import itertools
 import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 from zlib import crc32
 
@@ -62,10 +63,14 @@ _POSITION = re.compile(r"optimizer(\d+)\.group(\d+)\.param(\d+)")
 
 
 class LiveState:
-    """The live tensors, by name, of a model, its optimizers and extra modules."""
+    """The live tensors, by name, of a model, its optimizers and extra modules; `places`: as for :class:`ModuleTree`."""
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], extra_modules: Mapping[str, nn.Module]
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        extra_modules: Mapping[str, nn.Module],
+        places: Mapping[str, Callable[[], nn.Module | None]] = MappingProxyType({}),
     ) -> None:
         self.model = model
         self.optimizers = list(optimizers)
@@ -97,7 +102,7 @@ class LiveState:
             self._flattened = dict(self._parameters())
         self._refuse_same_names()
         self._refuse_shapeless()
-        self.tree = ModuleTree({"": model, **self.extra_modules}, self.optimizers)
+        self.tree = ModuleTree({"": model, **self.extra_modules}, self.optimizers, places)
         for optimizer in self.optimizers:
             refuse_unsupported(optimizer)
         self._check()
@@ -344,6 +349,7 @@ class LiveState:
     def note_changes(self) -> None:
         """Note that other tensors than before may be in the modules."""
         self.changes += 1
+        self.extra_modules = {prefix: root for prefix, root in self.tree.roots.items() if prefix}
         self._forget_names()
         unheld = {name: why for name, one in self._all_tensors().items() if (why := why_not_held(one))}
         self._unheld = {*unheld}

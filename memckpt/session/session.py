@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import operator
 import os
@@ -17,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from memckpt.capture.beside.attributes import modules_beside
+from memckpt.capture.beside.attributes import modules_beside, standing_at
 from memckpt.capture.beside.param_groups import say_groups_that_are_back
 from memckpt.capture.copier import copier_for, device_of
 from memckpt.capture.live_state import LiveState
@@ -153,10 +154,13 @@ class Session:
         proven = ProvenEnvironments(arguments.config, Path(arguments.run_dir), ranks)
         self._compression = compression = CompressedAverages(proven.config, model, data_parallel)
         config = compression.with_period(proven.config)
-        hidden = modules_beside([model, *extra_modules.values()], {"model": model, **extra_modules})
+        owners = {"model": model, **extra_modules}
+        hidden = modules_beside([model, *extra_modules.values()], owners)
         beside = {**hidden, **extra_modules}
         self._own_modules = take_own_modules(beside, ranks)
-        self._live = live = LiveState(model, optimizers, {**beside, **compression.modules})
+        found = [name for name in hidden if name in beside and name not in extra_modules]
+        places = {name: functools.partial(standing_at, owners, name) for name in found}
+        self._live = live = LiveState(model, optimizers, {**beside, **compression.modules}, places)
         find_replicas(live, ranks, data_parallel, replicated)
         find_slices(config, live, ranks)
         refuse_other_tensors(live, ranks)

@@ -376,6 +376,96 @@ def test_buffers_that_are_tied_or_become_two(lab: Lab, kind: type[Changing], cha
     survives(lab, lambda process: process.train(change), KILLS, check, kind=kind)
 
 
+class Holder:
+    """An object of the script that has a module, and knows the model."""
+
+    def __init__(self, model: nn.Module, target: nn.Module) -> None:
+        self.model, self.target = model, target
+
+
+class Taught(Net):
+    """Modules that torch does not see: a target in a list, a teacher in an attribute, an average in an object."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.targets = [copy.deepcopy(self.last)]
+        vars(self).update(teacher=copy.deepcopy(self.last), holder=Holder(self, nn.BatchNorm1d(2, affine=False)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            taught = self.targets[0](x) + 2 * self.teacher(x) + 3 * self.holder.target.eval()(x[:, :2])
+        return super().forward(x) - taught
+
+
+class WithTeachers(Changing):
+    def objects(self) -> tuple[Any, Any]:
+        model = Taught(self.width)
+        return model, torch.optim.Adam([*model.first.parameters(), *model.last.parameters()], 0.01)
+
+
+def new_list(process: Changing, step: int) -> None:
+    if step in (2, 4, 5):
+        process.model.targets = [copy.deepcopy(process.model.last)]
+
+
+def new_teacher(process: Changing, step: int) -> None:
+    if step in (3, 5):
+        vars(process.model)["teacher"] = copy.deepcopy(process.model.last)
+
+
+def new_holder(process: Changing, step: int) -> None:
+    """A module of buffers only takes the place of another one, once within another object."""
+    if step in (3, 5):
+        average = nn.BatchNorm1d(2, affine=False)
+        average.running_mean.fill_(step / 3)  # type: ignore[union-attr]
+        if step == 3:
+            process.model.holder.target = average
+        else:
+            process.model.holder = Holder(process.model, average)
+
+
+def exchanged(process: Changing, step: int) -> None:
+    if step == 4:
+        model = process.model
+        model.targets[0], vars(model)["teacher"] = model.teacher, model.targets[0]
+        with torch.no_grad():
+            model.teacher.bias.add_(1)
+
+
+@pytest.mark.promise(
+    "buffers and parameters, also replaced, resized, tied or late ones in modules that a new process has; "
+    "averaged models outside the model"
+)
+@pytest.mark.parametrize("check", ["off", "replay"])
+@pytest.mark.parametrize("change", [new_list, new_teacher, new_holder, exchanged], ids=lambda one: one.__name__)
+def test_modules_that_take_the_places_of_others_beside_the_model(lab: Lab, change: Change, check: str) -> None:
+    survives(lab, lambda process: process.train(change), KILLS, check, kind=WithTeachers)
+
+
+def test_a_module_beside_the_model_that_is_gone_is_said(lab: Lab) -> None:
+    def change(process: Changing, step: int) -> None:
+        if step == 3:
+            del process.model.holder.target
+
+    class Unused(Changing):
+        def objects(self) -> tuple[Any, Any]:
+            model, optimizer = super().objects()
+            model.holder = Holder(model, nn.Linear(1, 1))
+            return model, optimizer
+
+    def die() -> None:
+        process_of(lab, ("committed", 3), "off", kind=Unused).train(change)
+
+    def go_on() -> None:
+        session = process_of(lab, None, "off", kind=Unused).session
+        report = session.restore()
+        session.close()
+        assert "model.holder.target.weight is gone with its module" in str(report.reasons)
+
+    in_child(lab, die, status=-signal.SIGKILL)
+    in_child(lab, go_on)
+
+
 def detached_buffer(model: Any) -> None:
     model.two.running_mean = model.one.running_mean.detach()
 

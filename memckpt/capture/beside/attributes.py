@@ -427,6 +427,13 @@ def modules_beside(modules: Iterable[nn.Module], owners: Mapping[str, object]) -
     return found
 
 
+def standing_at(owners: Mapping[str, object], name: str) -> nn.Module | None:
+    """The module that stands now where :func:`modules_beside` has found one of that name; None if there is none."""
+    held, last = Attributes((), lambda: owners)._find(name)
+    found = _MISSING if held is _MISSING else _step(held, last)
+    return found if issubclass(type(found), nn.Module) else None
+
+
 def _all_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     return chain(module.parameters(), module.buffers())
 

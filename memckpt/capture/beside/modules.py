@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -96,13 +97,23 @@ class ModuleTree:
     Args:
         roots: the modules by the prefix of their names; the model's is empty.
         optimizers: those that step them: their hooks are looked at, too.
+        places: by prefix, what returns the module that stands where that root was found, or nothing.
 
     Attributes:
         modules: all modules by name; `metrics`: those of torchmetrics.
+        roots: those of now.
     """
 
-    def __init__(self, roots: Mapping[str, nn.Module], optimizers: Sequence[Optimizer] = ()) -> None:
-        self._roots = dict(roots)
+    def __init__(
+        self,
+        roots: Mapping[str, nn.Module],
+        optimizers: Sequence[Optimizer] = (),
+        places: Mapping[str, Callable[[], nn.Module | None]] = MappingProxyType({}),
+    ) -> None:
+        self.roots = dict(roots)
+        #: All prefixes, in the order that their names keep.
+        self._prefixes = tuple(roots)
+        self._places = places
         self._optimizers = {f"optimizer{index}": each for index, each in enumerate(optimizers)}
         self.modules: dict[str, nn.Module] = {}
         self.metrics: dict[str, nn.Module] = {}
@@ -116,7 +127,7 @@ class ModuleTree:
         """All modules that there are now, by name."""
         return {
             without_wrappers(".".join(filter(None, (prefix, path)))): module
-            for prefix, root in self._roots.items()
+            for prefix, root in self.roots.items()
             for path, module in root.named_modules()
         }
 
@@ -170,11 +181,16 @@ class ModuleTree:
         Not where a buffer is replaced by one of the same shape, as in ``self.mean = 0.9 * self.mean``. But where that
         is another module's, or was until then.
         """
+        found = {prefix: find() for prefix, find in self._places.items()}
+        replaced = any(one is not self.roots.get(prefix) for prefix, one in found.items())
+        if replaced:
+            now: dict[str, nn.Module | None] = {**self.roots, **found}
+            self.roots = {prefix: one for prefix in self._prefixes if (one := now.get(prefix)) is not None}
         held, kinds = self._describe_tree()
         buffers = _values(self._buffers)
         # `resize_()` leaves a buffer what it is.
         same = _identical(held, self._seen[0]) and kinds == self._seen[1] and _sizes(buffers) == self._seen_sizes
-        if same and _all_alike(buffers, self._seen_buffers):
+        if same and not replaced and _all_alike(buffers, self._seen_buffers):
             self._seen_buffers = buffers
             return False
         self._walk()
