@@ -684,6 +684,23 @@ class ScalarInTurns(Changing):
         self.session.close()
 
 
+class OwnDropout(nn.Dropout):
+    """A class of the script's, with the number of torch's."""
+
+
+class Convolving(Changing):
+    def objects(self) -> tuple[Any, Any]:
+        model, optimizer = super().objects()
+        convolution = nn.Conv1d(1, 1, 3, padding="same")
+        model.dropout, model.norm = OwnDropout(0.1), nn.Sequential(nn.Unflatten(1, (1, 4)), convolution, nn.Flatten())
+        return model, optimizer
+
+
+def dilated(process: Changing, step: int) -> None:
+    if step == 4:
+        process.model.dropout.p, process.model.norm[1].dilation = 0.5, (2,)
+
+
 def state_cleared(process: Changing, step: int) -> None:
     if step == 2:
         process.model.first.requires_grad_(False)
@@ -700,6 +717,7 @@ def rate_lowered(process: Any, step: int) -> None:
     [
         (Mapped, nothing),
         (LookingAhead, nothing),
+        (Convolving, dilated),
         (Adagrad, state_cleared),
         (LateRateTensor, rate_lowered),
         (ScalarInTurns, nothing),

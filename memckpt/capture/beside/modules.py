@@ -74,8 +74,8 @@ def put_shards_in_place(model: nn.Module) -> None:
 
 
 _dtype, _training = attrgetter("dtype"), attrgetter("training")
-#: Modules without numbers that a training changes: looking at theirs would be most of the cost.
-_CONSTANT = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+#: Numbers that no forward reads: most modules have no others, and looking at theirs would be most of the cost.
+_UNREAD = {"training", "in_features", "out_features", "in_channels", "out_channels"}
 #: Where torch keeps hooks of a module, a parameter and an optimizer.
 _MODULE_HOOKS = attrgetter("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _TENSOR_HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -168,6 +168,10 @@ class ModuleTree:
         self._hook_places: list[Any] = []
         self._hook_count = (-1, -1)
         self._numbers = [(name, vars(one), names) for name, one in self.modules.items() if (names := _numbers_of(one))]
+        self._read_numbers = [held.get for _, held, _ in self._numbers]
+        self._names_of_numbers = [names for *_, names in self._numbers]
+        self._seen_numbers: list[Any] = [None]
+        self._changed: dict[str, dict[str, Any]] = {}
 
     def _describe_tree(self) -> tuple[list[Any], list[Any]]:
         """Modules and parameters, and their dtypes and sizes, which ``bfloat16()`` changes in place."""
@@ -216,10 +220,7 @@ class ModuleTree:
         flags = list(map(_training, self.modules.values()))
         usual = 2 * sum(flags) >= len(flags)
         unusual = [name for name, flag in zip(self.modules, flags, strict=True) if flag != usual]
-        born = self._born
-        changed = {
-            name: dict(values) for name, values in self._numbers_now().items() if values != born.get(name, values)
-        }
+        changed = {name: {**values} for name, values in self._changed_numbers().items()}
         for name, values in changed.items():
             for key in [key for key, value in values.items() if codec.unencodable_paths(value)]:
                 what = type(values.pop(key)).__qualname__
@@ -295,8 +296,17 @@ class ModuleTree:
         """Strides of what `channels_last` and its kin lay out otherwise: a convolution rounds by them."""
         return {name: [*param.stride()] for name, param in self._hooked_tensors.items() if param.dim() > 3}
 
-    def _numbers_now(self) -> dict[str, list[tuple[str, Any]]]:
-        return {name: [(key, held.get(key)) for key in names] for name, held, names in self._numbers}
+    def _numbers_now(self) -> dict[str, dict[str, Any]]:
+        return {name: {key: held.get(key) for key in names} for name, held, names in self._numbers}
+
+    def _changed_numbers(self) -> dict[str, dict[str, Any]]:
+        """Numbers of the modules of which some are not as this process has made them."""
+        # Runs for each number in each step: in one call.
+        read = [*chain.from_iterable(map(map, self._read_numbers, self._names_of_numbers))]
+        if not _identical(read, self._seen_numbers):
+            self._seen_numbers, born = read, self._born
+            self._changed = {name: now for name, now in self._numbers_now().items() if now != born.get(name, now)}
+        return self._changed
 
     def _extra_states(self, refused: Callable[[str], None]) -> Iterator[tuple[str, Any]]:
         for name, module in self._extra:
@@ -320,7 +330,7 @@ class ModuleTree:
                 vars(self.modules[name]).update(values)
         for name, held, keys in self._numbers:
             if name not in described["numbers"]:  # unchanged then; a later state may have been restored before this one
-                held.update((key, value) for key, value in self._born.get(name, ()) if key in keys)
+                held.update((key, value) for key, value in self._born.get(name, {}).items() if key in keys)
         for name, state in described["generators"].items():
             path, _, key = name.rpartition(".")
             held = vars(self.modules[path]) if path in self.modules else {}
@@ -386,11 +396,19 @@ def _alike(now: torch.Tensor | None, before: torch.Tensor | None) -> bool:
 
 
 def _numbers_of(module: nn.Module) -> list[str]:
-    """Names of a torch module's attributes that are numbers or words (`reduction`), or were made as None."""
-    if not type(module).__module__.startswith("torch.") or type(module) in _CONSTANT:
-        return []
-    own = vars(module).items()
-    return [key for key, value in own if key != "training" and not key.startswith("_") and _is_number(value)]
+    """Names of attributes that are numbers or words (`reduction`), or were made as None, as torch's class has them.
+
+    Of a class of the user's own: those that its torch class declares.
+    """
+    kind: Any = type(module)
+    own = vars(module) if kind.__module__.startswith("torch.") else _declared_by_torch(kind) & vars(module).keys()
+    return [key for key in own if not (key in _UNREAD or key.startswith("_")) and _is_number(vars(module)[key])]
+
+
+@functools.lru_cache(maxsize=4096)
+def _declared_by_torch(kind: type[Any]) -> frozenset[str]:
+    bases = (base for base in kind.__mro__ if base.__module__.startswith("torch."))
+    return frozenset(chain.from_iterable(vars(base).get("__constants__", ()) for base in bases))
 
 
 def _is_number(value: Any) -> bool:
