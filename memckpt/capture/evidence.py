@@ -21,7 +21,7 @@ import torch
 from memckpt.capture.by_value import LiveTensor
 from memckpt.capture.live_state import LiveState, state_of, values_of
 from memckpt.state.spec import StateSpec, is_ours
-from memckpt.state.tensors import Fixed, bits_of, local
+from memckpt.state.tensors import Fixed, bits_of, local, why_not_held
 
 #: Elements of all tensors together in a sample, 16 KiB of fp32: each is a cache line to be read.
 ELEMENTS = 4_096
@@ -98,7 +98,7 @@ class _Sampler:
         places: dict[_Key, list[tuple[int, int, int]]] = {}
         for position, tensor in enumerate(tensors):
             here = local(tensor)
-            if here.numel() and here.data_ptr() and here.untyped_storage().nbytes():  # else its memory is given up
+            if here.numel() and not why_not_held(here):  # else its memory is given up
                 flat = _flat_bits(here)
                 key, address, numel = (flat.device, flat.dtype), flat.data_ptr(), flat.numel()
                 stride = _apart(numel, here.shape, most if numel <= most else min(MOST, most))

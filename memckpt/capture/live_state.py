@@ -7,14 +7,16 @@ large constant buffers, copied once per generation and watched for changes.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, TypeAlias
 from zlib import crc32
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -53,10 +55,12 @@ from memckpt.state.spec import (
     TensorSpec,
     is_ours,
 )
-from memckpt.state.tensors import has_usual_strides, is_dense, is_dtensor, local, shard_of, why_not_held
+from memckpt.state.tensors import fill, has_usual_strides, is_dense, is_dtensor, local, shard_of, why_not_held
 
 #: Buffers up to this size are copied with every record, without checking whether they change.
 SMALL_BYTES = 64 << 10
+#: Bound of the search for an element that two tensors have in common.
+_MOST_WORK = 10_000
 _log = logging.getLogger("memckpt")
 #: Name of a parameter that no module holds.
 _POSITION = re.compile(r"optimizer(\d+)\.group(\d+)\.param(\d+)")
@@ -91,7 +95,6 @@ class LiveState:
         self._by_name: dict[str, torch.Tensor] = {}
         self._told: set[str] = set()
         self._dry_runs: list[DryRuns] = [{} for _ in self.optimizers]
-        self._views: list[list[str]] = []
         self._shards: dict[str, torch.Tensor] = {}
         #: Names of tensors that have appeared and cannot be copied.
         self._unheld: set[str] = set()
@@ -106,13 +109,15 @@ class LiveState:
         for optimizer in self.optimizers:
             refuse_unsupported(optimizer)
         self._check()
+        self._leave_out_unheld()
         # As a new process makes them: a resume has to make from these what there is later.
         self._born = self._kinds()
         self._born_modules = set(self.tree.modules)
         self._born_params = {name for name, tensor in self.tensors().items() if isinstance(tensor, nn.Parameter)}
         # What a module has let go of, its optimizer still has under the place in its group.
         self._born_positions = {position for position, _ in self._optimizer_positions()}
-        self._born_shared = self._find_shared()
+        #: Tensors that have memory in common, as they were when last looked at.
+        self.memory: list[list[list[Any]]] = []
         #: `defaults` of the optimizers, by which groups are made, as a new process makes them.
         self.born_defaults = [dict(getattr(optimizer, "defaults", {})) for optimizer in self.optimizers]
         #: Tensors in groups by optimizer, group and key, as a new process has them when it goes on; None until then.
@@ -287,6 +292,11 @@ class LiveState:
             self._named_params = [one for one in named if isinstance(one[1], nn.Parameter) or id(one[1]) in stepped]
         return self._named_params
 
+    def unheld_parameters(self) -> list[tuple[str, torch.Tensor]]:
+        """Parameters that cannot be copied now, of those that a new process has, by name."""
+        tensors = self._all_tensors() if self._unheld else {}
+        return [(name, tensors[name]) for name in sorted(self._unheld & self._born_params) if name in tensors]
+
     def parameter(self, name: str) -> torch.Tensor | None:
         """The parameter of that name."""
         if not self._by_name:
@@ -351,16 +361,10 @@ class LiveState:
         self.changes += 1
         self.extra_modules = {prefix: root for prefix, root in self.tree.roots.items() if prefix}
         self._forget_names()
-        unheld = {name: why for name, one in self._all_tensors().items() if (why := why_not_held(one))}
-        self._unheld = {*unheld}
-        for name, why in unheld.items():
-            self.not_carried[
-                f"{name} is {why}, which cannot be copied, and is as the new process makes it; register its parts as "
-                "dense buffers, and make it of them in forward()"
-            ] = None
+        self._leave_out_unheld()
         now = self._kinds()
         for name in [one for one in {**self._born, **now} if self._born.get(one) != now.get(one)]:
-            if is_ours(name) or name in self.growth.late or name in self._unheld:
+            if is_ours(name) or name in self.growth.late or (name in self._unheld and name not in self._born):
                 continue
             module, _, key = name.rpartition(".")
             there = self.tree.modules.get(module) if module in self._born_modules else None
@@ -382,6 +386,22 @@ class LiveState:
                     f"{name} is gone with its module, which a new process has again; leave the module out before "
                     "attach() when the run is resumed"
                 ] = None
+
+    def _leave_out_unheld(self) -> None:
+        """Find the tensors that cannot be copied now, and say so of each."""
+        tensors = self._all_tensors()
+        unheld = {name: why for name, one in tensors.items() if (why := why_not_held(one))}
+        self._unheld = {*unheld}
+        stepped = {id(param) for _, param in self._optimizer_positions()}
+        for name, why in unheld.items():
+            if id(tensors[name]) in stepped:
+                raise UnsupportedError(
+                    f"expected parameters of optimizers to have their values at each commit, found {name} {why}"
+                )
+            self.not_carried[
+                f"{name} is {why}, which cannot be copied, and is as the new process makes it; register its parts as "
+                "dense buffers, and make it of them in forward()"
+            ] = None
 
     def _forget_names(self) -> None:
         self._group_names = None
@@ -432,6 +452,10 @@ class LiveState:
     @torch.no_grad()
     def place_late(self, described: Sequence[Sequence[Any]]) -> None:
         """Make the modules hold tensors as :meth:`describe_late` found them; their values are restored later."""
+        # What had no memory then is as this process makes it.
+        others = self.growth.late - {name for name, *_ in described}
+        kinds = self._kinds() if others else {}
+        self.growth.late -= {name for name in others & kinds.keys() if kinds[name] == self._born.get(name)}
         if not described:
             return
         device = next(iter(self.tensors().values())).device
@@ -534,7 +558,6 @@ class LiveState:
                 by_value.append(described)
             else:
                 static.append(described)
-        self._views = [*self._find_views()]
         keys = self._state_dict_keys()
         once = request.held_once(by_value, self.growth.apart)
         slots = request.slots_with(once)
@@ -626,56 +649,55 @@ class LiveState:
             sub_steps=self.growth.sub_steps.get(index, 1),
         )
 
-    # Buffers in parameters' memory
-
-    def views(self) -> list[list[str]]:
-        """Names of the buffers that are, as when the layout was made, in a parameter's memory, and of that one."""
-        now = self.tensors() if self._views else {}  # either may have been replaced since
-        return [[name, of] for name, of in self._views if name in now and of in now and _overlap(now[name], now[of])]
-
-    def part_views(self, kept: Collection[Sequence[str]]) -> None:
-        """Give memory of their own to buffers that only a new process has in a parameter's."""
-        held = set(map(tuple, kept))
-        for name, param in [*self._find_views()]:
-            if (name, param) not in held:
-                buffer = self.tensors()[name]
-                buffer.data = buffer.detach().clone()
-
-    def _find_views(self) -> Iterator[list[str]]:
-        """Yield the names of each buffer in a parameter's memory, and of the parameter."""
-        plain = [(name, one) for name, one in self.tensors().items() if type(one) in (torch.Tensor, nn.Parameter)]
-        params: dict[int, list[tuple[str, torch.Tensor]]] = {}
-        for name, tensor in plain:
-            if isinstance(tensor, nn.Parameter):
-                params.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
-        for name, buffer in plain:
-            if not isinstance(buffer, nn.Parameter) and not buffer.is_inference():
-                for of, param in params.get(buffer.untyped_storage().data_ptr(), ()):
-                    if _overlap(buffer, param):
-                        yield [name, of]
+    # Memory that tensors have in common
 
     def look_at_memory(self) -> None:
-        """Name tensors that have come to share memory, as a resume gives each its own; called where one has moved."""
-        for name, of in self._find_shared() - self._born_shared:
+        """Note which tensors have elements in common; called where one has moved."""
+        self.memory = self._find_shared()
+
+    @torch.no_grad()
+    def share_memory(self, groups: list[list[list[Any]]]) -> None:
+        """Give tensors memory in common, or of their own, as a record's :attr:`memory` says; they keep their values."""
+        tensors, live = self.tensors(), self._find_shared()
+        for group in live:
+            # A parameter keeps its memory: others may know it.
+            members = sorted((tensors[name] for name, *_ in group), key=lambda one: not isinstance(one, nn.Parameter))
+            for tensor in members[1:] if group not in groups else ():
+                if not tensor.is_inference():
+                    tensor.data = tensor.detach().clone()
+        for group in groups:
+            if group not in live and all(_fits(tensors.get(name), *place) for name, *place in group):
+                _join([(tensors[name], first, stride) for name, first, stride in group])
+        now = self._find_shared()
+        for group in (one for one in [*groups, *now] if one not in groups or one not in now):
             self.not_carried[
-                f"{name} and {of} are in the same memory since training began, and have memory of their own behind a "
-                "resume; have both modules hold one and the same tensor (`head.weight = embedding.weight`)"
+                f"{' and '.join(name for name, *_ in group)} are not in the same memory as in the run that is resumed; "
+                "have the modules hold one and the same tensor (`head.weight = embedding.weight`)"
             ] = None
 
-    def _find_shared(self) -> set[tuple[str, str]]:
-        """Names of tensors, two and two, that have memory in common."""
-        found: set[tuple[str, str]] = set()
-        plain = (
-            (*_extent(one), name)
+    def _find_shared(self) -> list[list[list[Any]]]:
+        """Groups of tensors that have elements in common: of each its name, its first byte there and its strides."""
+        plain = sorted(
+            (begin, -end, name, one)
             for name, one in self.tensors().items()
             if type(one) in (torch.Tensor, nn.Parameter) and not is_ours(name) and not name.startswith(GRADIENTS)
+            for begin, end in [_extent(one)]
+            if end > begin
         )
-        before: list[tuple[int, int, str]] = []
-        for begin, end, name in sorted(plain):
-            before = [each for each in before if each[1] > begin]
-            found.update((of, name) for _, _, of in before)
-            before.append((begin, end, name))
-        return found
+        groups: list[list[tuple[int, int, str, torch.Tensor]]] = []
+        reached, near = 0, 0
+        for one in plain:
+            if one[0] >= reached:
+                near = len(groups)  # those before end before it begins
+            met = [group for group in groups[near:] if any(_overlap(one[3], other) for *_, other in group)]
+            apart = [group for group in groups[near:] if all(group is not each for each in met)]
+            groups[near:] = [*apart, [*itertools.chain.from_iterable(met), one]]
+            reached = max(reached, -one[1])
+        return sorted(
+            sorted([name, begin - min(group)[0], list(one.stride())] for begin, _, name, one in group)
+            for group in groups
+            if len(group) > 1
+        )
 
     # State captured beside the tensors in slots
 
@@ -710,13 +732,57 @@ def values_of(optimizer: Optimizer) -> list[Any]:
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have memory in common, as far as their first and last elements tell."""
+    """Whether two tensors have an element in common; where that takes long to tell, whether their extents do."""
     (begin, end), (other_begin, other_end) = map(_extent, (one, other))
-    return max(begin, other_begin) < min(end, other_end)
+    if max(begin, other_begin) >= min(end, other_end) or (is_dense(one) and is_dense(other)):
+        return max(begin, other_begin) < min(end, other_end)
+    places = ((tuple(each.shape), each.stride(), each.element_size()) for each in (one, other))
+    return _have_common(other_begin - begin, *places)
+
+
+_Places: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...], int]"
+
+
+@functools.lru_cache(maxsize=4096)
+def _have_common(distance: int, *places: _Places) -> bool:
+    """Whether elements of these shapes, strides and sizes are in one place; the second ones begin `distance` behind."""
+    made = []  # of no memory: nothing is read
+    for first, (shape, stride, size) in zip((1 << 40, (1 << 40) + distance), places, strict=True):
+        there = {"version": 3, "data": (first, True), "typestr": f"|V{size}", "shape": shape}
+        strides = tuple(size * one for one in stride)
+        made.append(np.asarray(SimpleNamespace(__array_interface__={**there, "strides": strides})))
+    may_share: Any = np.may_share_memory  # its types allow no bound
+    found: bool = may_share(*made, max_work=_MOST_WORK)
+    return found
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    if not tensor.numel():
-        return 0, 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+    begin = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return begin, begin + tensor.nbytes
+    return (begin, begin + _span(tensor, tensor.stride())) if tensor.numel() else (0, 0)
+
+
+def _span(tensor: torch.Tensor, stride: Sequence[int]) -> int:
+    """Bytes from the first to the last element, if a tensor had these strides."""
+    return (1 + sum((size - 1) * one for size, one in zip(tensor.shape, stride, strict=True))) * tensor.element_size()
+
+
+def _fits(tensor: torch.Tensor | None, first: int, stride: Sequence[int]) -> bool:
+    """Whether a tensor can be put into another memory, at this byte and with these strides."""
+    fits = tensor is not None and tensor.dim() == len(stride) and not first % tensor.element_size()
+    return fits and tensor is not None and not tensor.is_inference()
+
+
+def _join(places: Sequence[tuple[torch.Tensor, int, Sequence[int]]]) -> None:
+    """Put tensors into one memory, each at its first byte and with its strides; that of one that fills it, if any."""
+    size = max(first + _span(tensor, stride) for tensor, first, stride in places)
+    made = torch.empty(size, dtype=torch.uint8, device=places[0][0].device)
+    fills = (one for one, _, stride in places if one.stride() == tuple(stride) and _span(one, stride) == size)
+    whole = next(fills, made)
+    start = whole.storage_offset() * whole.element_size()
+    for tensor, first, stride in places:
+        values, there = tensor.detach().clone(), torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        offset = (start + first) // tensor.element_size()
+        tensor.data = there.set_(whole.untyped_storage(), offset, tensor.shape, tuple(stride))
+        fill(tensor, values)

@@ -225,7 +225,6 @@ class RankState:
             "provided": provided,
             "unrepeatable": self.unrepeatable or self.never_repeatable,
             "inexact": [*self._inexact],
-            "views": self._live.views(),
             "written": sorted(self._live.growth.written),
             "hooked": describe_hooked(self._live),
             "variables": self._variables.samples,

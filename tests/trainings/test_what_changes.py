@@ -20,6 +20,7 @@ from torch.nn.utils import prune
 
 from memckpt.capture.beside.presence import describe_gradients
 from memckpt.capture.live_state import LiveState
+from memckpt.errors import UnsupportedError
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.hand_loops import Process, in_child, process_of, survives
 from tests.support.trainings.resume_history import journal_of
@@ -466,38 +467,181 @@ def test_a_module_beside_the_model_that_is_gone_is_said(lab: Lab) -> None:
     in_child(lab, go_on)
 
 
-def detached_buffer(model: Any) -> None:
-    model.two.running_mean = model.one.running_mean.detach()
+class Sharing(nn.Module):
+    """Two buffers that count, and what is done with them in each forward."""
+
+    def __init__(self, two: Callable[[torch.Tensor], torch.Tensor], change: Callable[[Any, int], None]) -> None:
+        super().__init__()
+        columns = torch.ones(4, 4)
+        self.register_buffer("one", columns[:, :2])
+        self.register_buffer("two", two(columns))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.change = change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.change(self, int(self.count))
+        return x + self.one.mean() + 2 * self.two.mean()
 
 
-def part_of_a_buffer(model: Any) -> None:
-    model.two.running_mean = model.one.running_mean[:]
+def its_own(columns: torch.Tensor) -> torch.Tensor:
+    return torch.ones(4, 2)
 
 
-def data_of_a_buffer(model: Any) -> None:
-    model.two.running_mean.data = model.one.running_mean.data
+def the_same(columns: torch.Tensor) -> torch.Tensor:
+    return columns[:, :2]
 
 
-@pytest.mark.parametrize("share", [detached_buffer, part_of_a_buffer, data_of_a_buffer], ids=lambda one: one.__name__)
-@pytest.mark.parametrize("commit", [3, 6])
-def test_tensors_that_come_to_share_memory_are_said(lab: Lab, share: Callable[[Any], None], commit: int) -> None:
-    def change(process: Changing, step: int) -> None:
-        if step == 3:
-            share(process.model.frozen)
+def beside_it(columns: torch.Tensor) -> torch.Tensor:
+    return columns[:, 2:]
 
-    def die() -> None:
-        process_of(lab, ("committed", commit), "off", kind=OwnAverages).train(change)
 
+def write_to_both(module: Any, count: int) -> None:
+    module.one += count / 8
+    module.two *= 0.9
+
+
+def comes_to_share(module: Any, count: int) -> None:
+    if count == 3:
+        module.two.data = module.one.data[:]
+    write_to_both(module, count)
+
+
+def comes_to_share_a_part(module: Any, count: int) -> None:
+    if count == 3:
+        module.two = module.one.detach()[1:3]
+    write_to_both(module, count)
+
+
+def stays(module: Any, count: int) -> None:
+    if count == 3:
+        module.two = module.two.detach()
+    write_to_both(module, count)
+
+
+def parts(module: Any, count: int) -> None:
+    if count == 3:
+        module.two.data = module.two.data.clone()
+    write_to_both(module, count)
+
+
+def parts_as_another(module: Any, count: int) -> None:
+    if count == 3:
+        module.two = module.one.clone()
+    write_to_both(module, count)
+
+
+def slides(module: Any, count: int) -> None:
+    module.two = module.one[count % 3 : count % 3 + 1]
+    write_to_both(module, count)
+
+
+def keeps_the_last(module: Any, count: int) -> None:
+    module.two = module.one
+    module.one = module.one + count / 8
+
+
+def shows_the_newest(module: Any, count: int) -> None:
+    module.one = module.one + count / 8
+    module.two = module.one.detach()
+
+
+@pytest.mark.parametrize("check", ["off", "replay"])
+@pytest.mark.parametrize(
+    ("two", "change"),
+    [
+        (its_own, comes_to_share),
+        (its_own, comes_to_share_a_part),
+        (the_same, stays),
+        (the_same, parts),
+        (the_same, parts_as_another),
+        (the_same, slides),
+        (the_same, keeps_the_last),
+        (its_own, shows_the_newest),
+        (beside_it, stays),
+        (beside_it, comes_to_share),
+    ],
+    ids=lambda one: one.__name__,
+)
+def test_which_tensors_share_memory_is_state(
+    lab: Lab, two: Callable[[torch.Tensor], torch.Tensor], change: Callable[[Any, int], None], check: str
+) -> None:
+    class WithSharing(Changing):
+        def objects(self) -> tuple[Any, Any]:
+            model, optimizer = super().objects()
+            model.frozen = Sharing(two, change)
+            return model, optimizer
+
+    survives(lab, lambda process: process.train(nothing), [("committed", 3), ("backward", 3)], check, kind=WithSharing)
+
+
+def test_memory_that_cannot_be_shared_again_is_said() -> None:
+    with torch.inference_mode():
+        model = nn.Linear(2, 2)
+        model.register_buffer("one", torch.ones(4))
+        model.register_buffer("two", torch.ones(4))
+    live = LiveState(model, [torch.optim.SGD(model.parameters(), 0.1)], {})
+    live.share_memory([[["one", 0, [1]], ["two", 4, [1]]]])
+    (reason,) = live.not_carried
+    assert "one and two are not in the same memory as in the run that is resumed" in reason
+
+
+class Offloading(Changing):
+    """What nobody trains is given memory for a forward."""
+
+    def objects(self) -> tuple[Any, Any]:
+        model, optimizer = super().objects()
+        model.frozen.register_buffer("table", torch.ones(30_000))
+        model.frozen.register_buffer("part", torch.ones(30_000)[20_000:])
+        self.away = {one: one.detach().clone() for one in (model.frozen.bias, model.frozen.table, model.frozen.part)}
+        return model, optimizer
+
+    def bring(self) -> None:
+        for one, values in self.away.items():
+            one.untyped_storage().resize_((one.storage_offset() + one.numel()) * one.element_size())
+            one.data.copy_(values)
+
+    def go_on(self, since: int, steps: int) -> None:
+        report = self.session.restore()
+        for step in range(1 if report is None else report.step + 1, steps):
+            self.bring()
+            self.model(torch.full((3, 4), step / 8)).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            for one in self.away if step >= since else ():
+                one.untyped_storage().resize_(0)
+            self.session.commit()
+            self.at("committed")
+        self.session.close()
+
+
+@pytest.mark.parametrize("since", [1, 2, 6])
+def test_what_has_no_memory_at_a_commit_is_said(lab: Lab, since: int) -> None:
     def go_on() -> None:
-        session = process_of(lab, None, "off", kind=OwnAverages).session
-        report = session.restore()
-        session.close()
-        (reason,) = report.reasons
-        assert "frozen.one.running_mean and frozen.two.running_mean are in the same memory" in reason
-        assert not report.exact
+        process = process_of(lab, None, "off", kind=Offloading)
+        process.go_on(since, 9)
+        reasons = process.session.report.reasons
+        assert [one.partition(",")[0] for one in reasons] == [
+            f"frozen.{one} is without memory" for one in ("bias", "table", "part")
+        ]
+        assert not process.session.report.exact
 
-    in_child(lab, die, status=-signal.SIGKILL)
-    in_child(lab, go_on)
+    for status, body in [
+        (-signal.SIGKILL, lambda: process_of(lab, ("committed", 6), "off", kind=Offloading).go_on(since, 9)),
+        (0, go_on),
+    ]:
+        in_child(lab, body, status=status)
+
+
+def test_parameters_that_are_stepped_need_memory_at_a_commit(lab: Lab) -> None:
+    def run() -> None:
+        process = process_of(lab, None, "off", kind=Offloading)
+        process.away = {process.model.last.weight: torch.ones(2, 4)}
+        with pytest.raises(UnsupportedError, match=r"found last\.weight without memory"):
+            process.go_on(2, 4)
+        process.session.close()
+
+    in_child(lab, run)
 
 
 class Viewed(Changing):

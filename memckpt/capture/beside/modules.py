@@ -74,6 +74,7 @@ def put_shards_in_place(model: nn.Module) -> None:
 
 
 _dtype, _training = attrgetter("dtype"), attrgetter("training")
+_memory = torch.UntypedStorage.nbytes
 #: Numbers that no forward reads: most modules have no others, and looking at theirs would be most of the cost.
 _UNREAD = {"training", "in_features", "out_features", "in_channels", "out_channels"}
 #: Where torch keeps hooks of a module, a parameter and an optimizer.
@@ -177,7 +178,7 @@ class ModuleTree:
         """Modules and parameters, and their dtypes and sizes, which ``bfloat16()`` changes in place."""
         held = _values(self._params)
         params = [one for one in held if one is not None]
-        return held + _values(self._children), [*map(_dtype, params), *map(torch.Tensor.numel, params)]
+        return held + _values(self._children), [*map(_dtype, params), *_sizes(params)]
 
     def moved(self) -> bool:
         """Whether modules or parameters have been replaced, added or removed since the last call, or buffers by others.
@@ -192,7 +193,7 @@ class ModuleTree:
             self.roots = {prefix: one for prefix in self._prefixes if (one := now.get(prefix)) is not None}
         held, kinds = self._describe_tree()
         buffers = _values(self._buffers)
-        # `resize_()` leaves a buffer what it is.
+        # `resize_()` leaves a tensor what it is, and so does giving its memory up.
         same = _identical(held, self._seen[0]) and kinds == self._seen[1] and _sizes(buffers) == self._seen_sizes
         if same and not replaced and _all_alike(buffers, self._seen_buffers):
             self._seen_buffers = buffers
@@ -368,7 +369,14 @@ def _identical(now: list[Any], before: list[Any]) -> bool:
 
 
 def _sizes(tensors: list[Any]) -> list[int]:
-    return [*map(torch.Tensor.numel, filter(_is_there, tensors))]
+    there = [*filter(_is_there, tensors)]
+    try:
+        return [*map(torch.Tensor.numel, there), *map(_memory, map(torch.Tensor.untyped_storage, there))]
+    except RuntimeError:  # a sparse one has no storage of its own
+        return [
+            *map(torch.Tensor.numel, there),
+            *(0 if why_not_held(one) else _memory(one.untyped_storage()) for one in there),
+        ]
 
 
 def _is_there(tensor: Any) -> bool:

@@ -10,7 +10,7 @@ import gc
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -85,7 +85,8 @@ def describe_settings(live: LiveState) -> list[list[dict[str, Any]]]:
 
 def describe_trainable(live: LiveState) -> dict[str, bool]:
     """Flags of all parameters."""
-    return {name: param.requires_grad for name, param in live.named_parameters()}
+    params = sorted([*live.named_parameters(), *live.unheld_parameters()], key=itemgetter(0))
+    return {name: param.requires_grad for name, param in params}
 
 
 _PLAIN = (int, float, bool, str)
@@ -341,7 +342,7 @@ def restore_trainable(live: LiveState, described: Mapping[str, bool]) -> None:
     """Restore flags, as :func:`describe_trainable` found them."""
     tensors = live.tensors()
     for name, flag in described.items():
-        if tensors[name].requires_grad != flag:
+        if name in tensors and tensors[name].requires_grad != flag:
             tensors[name].requires_grad_(flag)
 
 

@@ -273,7 +273,7 @@ def _memory_of(tensor: torch.Tensor) -> memoryview:
     ``Tensor.numpy()`` would keep the user from resizing the storage.
     """
     held = local(tensor).detach()
-    if not held.numel() or not held.data_ptr():  # no elements, or their memory is given up, as wrappers do meanwhile
+    if not held.numel() or why_not_held(held):  # no elements, or their memory is given up, as wrappers do meanwhile
         return memoryview(b"")
     if not is_dense(held):
         copied = bits_of(held.clone(memory_format=torch.contiguous_format))
@@ -347,6 +347,8 @@ class StaticWatch:
 
     def _is_staged(self, position: int, tensor: torch.Tensor) -> bool:
         staged, held = self._writer.static_copy(position), local(tensor)
+        if why_not_held(tensor):
+            return True  # a commit leaves it out, unless wrappers give up its memory meanwhile
         if held.shape != staged.shape or held.dtype != staged.dtype:
             return False
         return torch.equal(bits_of(held.to(staged.device)), bits_of(staged))
