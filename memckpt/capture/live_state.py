@@ -55,7 +55,16 @@ from memckpt.state.spec import (
     TensorSpec,
     is_ours,
 )
-from memckpt.state.tensors import fill, has_usual_strides, is_dense, is_dtensor, local, shard_of, why_not_held
+from memckpt.state.tensors import (
+    fill,
+    has_usual_strides,
+    is_dense,
+    is_dtensor,
+    local,
+    shard_of,
+    why_not_held,
+    with_strides,
+)
 
 #: Buffers up to this size are copied with every record, without checking whether they change.
 SMALL_BYTES = 64 << 10
@@ -118,6 +127,9 @@ class LiveState:
         self._born_positions = {position for position, _ in self._optimizer_positions()}
         #: Tensors that have memory in common, as they were when last looked at.
         self.memory: list[list[list[Any]]] = []
+        #: Strides other than the usual ones of tensors: as a new process has them, with the shape; and now.
+        self._born_strides = {name: (one.shape, one.stride()) for name, one in self._plain() if not one.is_contiguous()}
+        self.strides: dict[str, tuple[int, ...]] = {}
         #: `defaults` of the optimizers, by which groups are made, as a new process makes them.
         self.born_defaults = [dict(getattr(optimizer, "defaults", {})) for optimizer in self.optimizers]
         #: Tensors in groups by optimizer, group and key, as a new process has them when it goes on; None until then.
@@ -651,8 +663,16 @@ class LiveState:
 
     # Memory that tensors have in common
 
+    def _plain(self) -> list[tuple[str, torch.Tensor]]:
+        """The tensors that are no shards and nothing of ours, by name."""
+        kinds = (torch.Tensor, nn.Parameter)
+        return [(name, one) for name, one in self.tensors().items() if type(one) in kinds and not is_ours(name)]
+
     def look_at_memory(self) -> None:
-        """Note which tensors have elements in common; called where one has moved."""
+        """Note which tensors have elements in common, and strides; called where one has moved."""
+        plain, born = self._plain(), self._born_strides
+        odd = ((name, one) for name, one in plain if not one.is_contiguous() or name in born)
+        self.strides = {name: one.stride() for name, one in odd if is_dense(one)}
         self.memory = self._find_shared()
 
     @torch.no_grad()
@@ -675,14 +695,22 @@ class LiveState:
                 "have the modules hold one and the same tensor (`head.weight = embedding.weight`)"
             ] = None
 
+    def lay_out(self, strides: Mapping[str, Sequence[int]]) -> None:
+        """Give tensors the strides that they had: convolutions and products of matrices round by them.
+
+        Those that had the usual ones get what a new process makes: a later state may have been restored before.
+        """
+        for name, one in self._plain() if not self._flattened else ():
+            shape, born = self._born_strides.get(name, (one.shape, None))
+            stride = strides.get(name, born if shape == one.shape else None)
+            made = one.data.contiguous() if stride is None else with_strides(one.data, stride)
+            if made.stride() != one.stride():
+                one.data = made
+
     def _find_shared(self) -> list[list[list[Any]]]:
         """Groups of tensors that have elements in common: of each its name, its first byte there and its strides."""
         plain = sorted(
-            (begin, -end, name, one)
-            for name, one in self.tensors().items()
-            if type(one) in (torch.Tensor, nn.Parameter) and not is_ours(name) and not name.startswith(GRADIENTS)
-            for begin, end in [_extent(one)]
-            if end > begin
+            (begin, -end, name, one) for name, one in self._plain() for begin, end in [_extent(one)] if end > begin
         )
         groups: list[list[tuple[int, int, str, torch.Tensor]]] = []
         reached, near = 0, 0

@@ -224,7 +224,7 @@ class Staging:
         added: dict[str, Any] = {"written": sorted(self._live.growth.written)}
         with torch.no_grad():
             added["evidence"] = writer.evidence.sample_state(point.record)
-        added["memory"] = self._live.memory  # as the sample has found it
+        added |= {"memory": self._live.memory, "strides": self._live.strides}  # as the sample has found them
         if captured:
             added |= {"optimizers": self._live.capture_optimizers(writer.spec), "not_redoable": self.not_redoable}
             added["left_out"] = list(self._live.left_out)

@@ -588,12 +588,11 @@ def test_changes_of_modules_that_a_resume_does_not_repeat_are_named() -> None:
         model[0].register_forward_hook(Doubling())
         model[0].weight.register_hook(_halved)
         optimizer.register_step_pre_hook(_with_halves)
-        model[2].to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         taken_down.remove()
 
     def tree_of(change: bool) -> ModuleTree:
         nonlocal taken_down
-        model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.Conv2d(2, 2, 3))
+        model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
         optimizer = torch.optim.SGD(model.parameters())
         taken_down = model[0].bias.register_hook(_halved)
         tree = ModuleTree({"": model}, [optimizer])
@@ -605,9 +604,8 @@ def test_changes_of_modules_that_a_resume_does_not_repeat_are_named() -> None:
     taken_down: Any = None
     described = tree_of(True).describe_structure()
     assert list(tree_of(True).not_repeated(described)) == []
-    dropout, layout, of_bias, hook, of_weight, of_step = tree_of(False).not_repeated(described)
+    dropout, of_bias, hook, of_weight, of_step = tree_of(False).not_repeated(described)
     assert "'1' had become a Identity" in dropout
-    assert "the strides of '2.weight' had become [18, 1, 6, 2]" in layout
     assert "'0.bias' had lost the hook _halved" in of_bias
     assert "the hook Doubling" in hook
     assert "'0.weight' had got the hook _halved" in of_weight

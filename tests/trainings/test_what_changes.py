@@ -845,6 +845,20 @@ def dilated(process: Changing, step: int) -> None:
         process.model.dropout.p, process.model.norm[1].dilation = 0.5, (2,)
 
 
+class OneByOne(AllTrained):
+    def sums(self) -> Iterator[torch.Tensor]:
+        """Sums that do not depend on strides."""
+        yield from (one.detach().contiguous().sum() for one in self.model.parameters())
+
+
+def transposed(process: Changing, step: int) -> None:
+    """Products with a weight round by its strides."""
+    if step == 4:
+        for param in (process.model.first.weight, process.model.frozen.weight):
+            param.data = param.data.t().contiguous().t()
+    process.note(f"strides {step}", [param.stride() for param in process.model.parameters()])
+
+
 def state_cleared(process: Changing, step: int) -> None:
     if step == 2:
         process.model.first.requires_grad_(False)
@@ -862,6 +876,7 @@ def rate_lowered(process: Any, step: int) -> None:
         (Mapped, nothing),
         (LookingAhead, nothing),
         (Convolving, dilated),
+        (OneByOne, transposed),
         (Adagrad, state_cleared),
         (LateRateTensor, rate_lowered),
         (ScalarInTurns, nothing),

@@ -122,7 +122,7 @@ class ModuleTree:
         self._born_kinds: dict[str, str] = {}
         self._walk()
         self._born = self._numbers_now()
-        self._born_kinds, self._born_hooks, self._born_layouts = self._kinds, self._hooked_now(), self._layouts_now()
+        self._born_kinds, self._born_hooks = self._kinds, self._hooked_now()
 
     def modules_now(self) -> dict[str, nn.Module]:
         """All modules that there are now, by name."""
@@ -243,7 +243,6 @@ class ModuleTree:
         return {
             "kinds": self._changed_kinds,
             "hooks": {name: hooked.get(name, []) for name in {**born, **hooked} if hooked.get(name) != born.get(name)},
-            "layouts": {k: v for k, v in self._layouts_now().items() if v != self._born_layouts.get(k, v)},
         }
 
     def _hooked_now(self) -> dict[str, list[str]]:
@@ -282,20 +281,12 @@ class ModuleTree:
                 yield f"the module {name!r}, a {kind}, had come while training ran, and is there no more"
             else:
                 yield f"the module {name!r} had become a {kind} while training ran, and is a {is_now}"
-        layouts = self._layouts_now()
-        for name, strides in described["layouts"].items():
-            if layouts.get(name, strides) != strides:
-                yield f"the strides of {name!r} had become {strides} while training ran, and are {layouts[name]}"
         for name, hooks in described["hooks"].items():
             now = self._hooked_now().get(name, [])
             if now != hooks:
                 changed = f"lost the hook {now[-1]}" if len(hooks) < len(now) else f"got the hook {hooks[-1]}"
                 again = "has it again" if len(hooks) < len(now) else "has it no more"
                 yield f"{name!r} had {changed} while training ran, and {again}"
-
-    def _layouts_now(self) -> dict[str, list[int]]:
-        """Strides of what `channels_last` and its kin lay out otherwise: a convolution rounds by them."""
-        return {name: [*param.stride()] for name, param in self._hooked_tensors.items() if param.dim() > 3}
 
     def _numbers_now(self) -> dict[str, dict[str, Any]]:
         return {name: {key: held.get(key) for key in names} for name, held, names in self._numbers}
