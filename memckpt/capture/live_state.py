@@ -703,6 +703,8 @@ class LiveState:
         for name, one in self._plain() if not self._flattened else ():
             shape, born = self._born_strides.get(name, (one.shape, None))
             stride = strides.get(name, born if shape == one.shape else None)
+            if stride is not None and 0 in stride:
+                continue  # expanded: its elements are one in memory
             made = one.data.contiguous() if stride is None else with_strides(one.data, stride)
             if made.stride() != one.stride():
                 one.data = made

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memckpt.capture import gradient_ops
 from memckpt.capture.beside.attributes import FoundObjects, modules_beside
@@ -611,6 +612,24 @@ def test_changes_of_modules_that_a_resume_does_not_repeat_are_named() -> None:
     assert "'0.weight' had got the hook _halved" in of_weight
     assert "'optimizer0' had got the hook _with_halves" in of_step
     assert list(tree_of(True).not_repeated(tree_of(False).describe_structure())) == [], "it changes only now"
+
+
+def test_hooks_of_all_modules_and_optimizers_that_a_resume_does_not_repeat_are_named() -> None:
+    def tree() -> ModuleTree:
+        return ModuleTree({"": nn.Linear(2, 2)})
+
+    dead = tree()
+    hooks = [
+        nn.modules.module.register_module_forward_hook(Doubling()),  # type: ignore[arg-type]
+        register_optimizer_step_pre_hook(_with_halves),
+    ]
+    described = dead.describe_structure()
+    assert list(tree().not_repeated(described)) == []
+    for each in hooks:
+        each.remove()
+    of_modules, of_optimizers = tree().not_repeated(described)
+    assert "'torch.nn' had got the hook Doubling" in of_modules
+    assert "'torch.optim' had got the hook _with_halves" in of_optimizers
 
 
 def test_what_the_top_of_an_epoch_has_changed_in_a_group_is_put_back_by_its_name(

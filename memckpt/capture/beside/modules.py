@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -81,6 +82,11 @@ _UNREAD = {"training", "in_features", "out_features", "in_channels", "out_channe
 _MODULE_HOOKS = attrgetter("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _TENSOR_HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+#: The same of all modules, and of all optimizers.
+_HOOKS_OF_ALL = {
+    name: tuple(held for key, held in vars(sys.modules[kind.__module__]).items() if re.match("_global.*_hooks$", key))
+    for name, kind in (("torch.nn", nn.Module), ("torch.optim", Optimizer))
+}
 #: Name prefixes that compiled, checkpointed and FullyShardedDataParallel modules add.
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
@@ -253,6 +259,7 @@ class ModuleTree:
             held += [(name, _TENSOR_HOOKS(one)) for name, one in self._hooked_tensors.items()]
             # A class that does not call its base's constructor has none.
             held += [(name, tuple(map(vars(one).get, _STEP_HOOKS))) for name, one in self._optimizers.items()]
+            held += _HOOKS_OF_ALL.items()
             self._hooked, self._hook_places = {}, []
             for name, places in held:
                 self._hook_places += filter(None, places)
