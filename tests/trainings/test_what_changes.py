@@ -377,6 +377,43 @@ def test_buffers_that_are_tied_or_become_two(lab: Lab, kind: type[Changing], cha
     survives(lab, lambda process: process.train(change), KILLS, check, kind=kind)
 
 
+class Scaled(Net):
+    """A number that no record carries changes what it computes."""
+
+    scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.scale)
+
+
+class WithScale(Changing):
+    def objects(self) -> tuple[Any, Any]:
+        model = Scaled(self.width)
+        return model, torch.optim.Adam([*model.first.parameters(), *model.last.parameters()], 0.01)
+
+
+def test_a_step_that_was_repeated_otherwise_is_known_of_the_next_record(lab: Lab) -> None:
+    """Also where that record's step is the one that is repeated: it is equal, since both lack the number."""
+
+    def change(process: Changing, step: int) -> None:
+        if step == 3:
+            process.model.scale = 2.0
+
+    def die(commit: int) -> None:
+        process_of(lab, ("committed", commit), "replay", kind=WithScale).train(change)
+
+    def go_on() -> None:
+        session = process_of(lab, None, "replay", kind=WithScale).session
+        report = session.restore()
+        assert report.step == 5
+        assert "an earlier resume was not exact: step 5 was repeated" in str(report.reasons)
+        session.close()
+
+    for commit in (5, 2):
+        in_child(lab, lambda: die(commit), status=-signal.SIGKILL)  # noqa: B023
+    in_child(lab, go_on)
+
+
 class Holder:
     """An object of the script that has a module, and knows the model."""
 
