@@ -350,8 +350,9 @@ class Session:
     def _restore_beside(self, chosen: Chosen, report: RestoreReport) -> None:
         """Restore what goes with tensors, and have the report say why training does not go on exactly; collective."""
         doubt = chosen.not_exact or chosen.held.rank_state.get(_DOUBT, "")
-        for one in filter(None, (self._resumption.state_after_repetition, chosen)):  # both are put in place
-            self._rank_state.take_over(one.state)
+        for one in (self._resumption.state_after_repetition, chosen):  # both are put in place
+            if one is not None:
+                self._rank_state.take_over(one.state)
         own = (doubt, *self._rank_state.reasons)
         report.because(*(reason for each in self._ranks.gather(own) for reason in each))
         self._compression.end_restore(report, chosen.held.rank_state)

@@ -367,7 +367,7 @@ def _identical(now: list[Any], before: list[Any]) -> bool:
 
 
 def _sizes(tensors: list[Any]) -> list[int]:
-    there = [*filter(_is_there, tensors)]
+    there = [one for one in tensors if one is not None]
     try:
         return [*map(torch.Tensor.numel, there), *map(_memory, map(torch.Tensor.untyped_storage, there))]
     except RuntimeError:  # a sparse one has no storage of its own
@@ -375,10 +375,6 @@ def _sizes(tensors: list[Any]) -> list[int]:
             *map(torch.Tensor.numel, there),
             *(0 if why_not_held(one) else _memory(one.untyped_storage()) for one in there),
         ]
-
-
-def _is_there(tensor: Any) -> bool:
-    return tensor is not None
 
 
 def _all_alike(now: list[Any], before: list[Any]) -> bool:
