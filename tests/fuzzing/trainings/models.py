@@ -81,7 +81,11 @@ MODELS: dict[str, Model] = {
     ),
     "recurrent": _own(
         "Recurrent",
-        "return self.head(self.body(x.view(-1, 3, 4))[0].flatten(1))",
+        """
+            with torch.autocast("cpu", enabled=False):  # not every CPU has such layers in bfloat16
+                out = self.body(x.float().view(-1, 3, 4))[0]
+            return self.head(out.flatten(1))
+        """,
         "self.body, self.head = nn.LSTM(4, 6, 2, dropout=0.1, batch_first=True), nn.Linear(18, 5)",
     ),
     "checkpointed": _net(
