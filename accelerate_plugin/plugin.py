@@ -93,6 +93,8 @@ class MemCheckpointPlugin:
         self._log_every = log_every
         self._objects = ObjectStates(accelerator)
         self._session: memckpt.Session | None = None
+        #: What was resumed, and whether exactly as far as is known by now; None on a first start, and before the loop.
+        self.report: memckpt.RestoreReport | None = None
         self._followers = Followers(self._note_open, self._begin_loop, self._restore_rng)
         self._draws = DrawsAtOpen()
         self._elsewhere = GeneratorsElsewhere()
@@ -400,6 +402,7 @@ class MemCheckpointPlugin:
         self._rng_pending = True
         session.restore_rng()
         self._at_begin = copy.deepcopy(self._objects.capture())  # with rates that the session has overridden
+        self.report = report
         if report is not None:
             self._messages.resumed(report)
 

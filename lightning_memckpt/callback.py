@@ -13,7 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_memckpt.internals import check_version
 from lightning_memckpt.notes import is_tuning, list_callbacks, refuse
 from lightning_memckpt.protection import Protection
-from memckpt import ProtectionArguments
+from memckpt import ProtectionArguments, RestoreReport
 from memckpt.capture.beside.attributes import checked_names
 from memckpt.config import MemckptConfig, ResumeChoice
 from memckpt.config.arguments import DISABLE, disabled_by_environment, with_environment
@@ -58,6 +58,15 @@ class MemCheckpoint(pl.Callback):
         self.replicated = tuple(replicated)
         self.attributes = checked_names(attributes)
         self._protection: Protection | None = None
+        self._report: RestoreReport | None = None
+
+    @property
+    def report(self) -> RestoreReport | None:
+        """What `fit` has resumed, and whether exactly as far as is known by now; None on a first start.
+
+        It stays behind the end of training.
+        """
+        return self._report if self._protection is None else self._protection.report
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Wrap the strategy before it is set up."""
@@ -109,6 +118,7 @@ class MemCheckpoint(pl.Callback):
             self._close(finished=True)
 
     def _close(self, *, finished: bool) -> None:
+        self._report = self.report
         protection, self._protection = self._protection, None
         if protection is not None:
             protection.close(finished=finished)

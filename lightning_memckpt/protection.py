@@ -75,6 +75,8 @@ class Protection:
         self._loaders = Loaders(trainer, self._internals)
         self._fit_state: FitState | None = None
         self._session: memckpt.Session | None = None
+        #: What was resumed, and whether exactly; None on a first start.
+        self.report: memckpt.RestoreReport | None = None
         self._pending: Mapping[str, Any] | None = None
         self._reentry: Reentry | None = None
         self._orphans: OverwriteOrphans | None = None
@@ -240,6 +242,7 @@ class Protection:
         for bar in list_callbacks(self._trainer):
             if type(bar) in (TQDMProgressBar, RichProgressBar):
                 bar.on_train_epoch_start(self._trainer)  # a resumed epoch does not start: no total, no epoch
+        self.report = report
         if report is not None:
             self._messages.resumed(report)
 

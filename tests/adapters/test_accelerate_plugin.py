@@ -398,10 +398,18 @@ def test_a_loop_that_is_never_entered_leaves_what_is_held(lab: Lab) -> None:
         with plugin(lab) as ckpt:
             ckpt.prepare(*objects())
             assert (ckpt.step, ckpt.epoch, ckpt.batch) == (3, 0, 3)
+            assert ckpt.report is None
+
+    def go_on() -> None:
+        with plugin(lab) as ckpt:
+            train(ckpt, 2, *ckpt.prepare(*objects()))
+        assert ckpt.report is not None
+        assert (ckpt.report.step, ckpt.report.exact) == (3, True)
 
     in_child(lab, lambda: train_and_leave(lab))
     in_child(lab, look)
     assert lab.agent_answers()
+    in_child(lab, go_on)
     lab.stop()
 
 

@@ -168,10 +168,14 @@ def test_a_tuner_before_training_is_left_alone(tmp_path: Path, sessions: Session
 
     before = 0
     expected = fit()
+    first, second = (MemCheckpoint(tmp_path / "run") for _ in range(2))
     with pytest.raises(RuntimeError, match="as told"):
-        fit(MemCheckpoint(tmp_path / "run"), fails_at=3)
+        fit(first, fails_at=3)
+    assert first.report is None
     before = 1
-    found = fit(MemCheckpoint(tmp_path / "run"))
+    found = fit(second)
+    assert second.report is not None
+    assert (second.report.step, second.report.exact) == (3, True)
     assert torch.equal(found.layer.weight, expected.layer.weight)
     assert [session.commits for session in sessions.made] == [3, STEPS - 3]
 
