@@ -127,9 +127,9 @@ class LiveState:
         self._born_positions = {position for position, _ in self._optimizer_positions()}
         #: Tensors that have memory in common, as they were when last looked at.
         self.memory: list[list[list[Any]]] = []
-        #: Strides other than the usual ones of tensors: as a new process has them, with the shape; and now.
-        self._born_strides = {name: (one.shape, one.stride()) for name, one in self._plain() if not one.is_contiguous()}
+        #: Strides that are not the usual ones, by name: now, and of which tensors a new process makes such.
         self.strides: dict[str, tuple[int, ...]] = {}
+        self._born_odd = {name for name, one in self._plain() if not _is_usual(one)}
         #: `defaults` of the optimizers, by which groups are made, as a new process makes them.
         self.born_defaults = [dict(getattr(optimizer, "defaults", {})) for optimizer in self.optimizers]
         #: Tensors in groups by optimizer, group and key, as a new process has them when it goes on; None until then.
@@ -670,8 +670,7 @@ class LiveState:
 
     def look_at_memory(self) -> None:
         """Note which tensors have elements in common, and strides; called where one has moved."""
-        plain, born = self._plain(), self._born_strides
-        odd = ((name, one) for name, one in plain if not one.is_contiguous() or name in born)
+        odd = ((name, one) for name, one in self._plain() if name in self._born_odd or not _is_usual(one))
         self.strides = {name: one.stride() for name, one in odd if is_dense(one)}
         self.memory = self._find_shared()
 
@@ -698,16 +697,13 @@ class LiveState:
     def lay_out(self, strides: Mapping[str, Sequence[int]]) -> None:
         """Give tensors the strides that they had: convolutions and products of matrices round by them.
 
-        Those that had the usual ones get what a new process makes: a later state may have been restored before.
+        A record has those of all that have others than the usual ones, but of views with gaps.
         """
         for name, one in self._plain() if not self._flattened else ():
-            shape, born = self._born_strides.get(name, (one.shape, None))
-            stride = strides.get(name, born if shape == one.shape else None)
-            if stride is not None and 0 in stride:
-                continue  # expanded: its elements are one in memory
-            made = one.data.contiguous() if stride is None else with_strides(one.data, stride)
-            if made.stride() != one.stride():
-                one.data = made
+            if is_dense(one) or name in strides:
+                made = with_strides(one.data, strides.get(name, _usual_strides(one)))
+                if made.stride() != one.stride():
+                    one.data = made
 
     def _find_shared(self) -> list[list[list[Any]]]:
         """Groups of tensors that have elements in common: of each its name, its first byte there and its strides."""
@@ -768,6 +764,15 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
         return max(begin, other_begin) < min(end, other_end)
     places = ((tuple(each.shape), each.stride(), each.element_size()) for each in (one, other))
     return _have_common(other_begin - begin, *places)
+
+
+def _usual_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides row by row. ``is_contiguous()`` says the same of others where a dimension has one element."""
+    return torch.empty(tensor.shape, device="meta").stride()
+
+
+def _is_usual(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and (1 not in tensor.shape or tensor.stride() == _usual_strides(tensor))
 
 
 _Places: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...], int]"

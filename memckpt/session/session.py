@@ -158,7 +158,8 @@ class Session:
         hidden = modules_beside([model, *extra_modules.values()], owners)
         beside = {**hidden, **extra_modules}
         self._own_modules = take_own_modules(beside, ranks)
-        found = [name for name in hidden if name in beside and name not in extra_modules]
+        # Adapters name what they have found by its place, too.
+        found = [name for name, one in beside.items() if standing_at(owners, name) is one]
         places = {name: functools.partial(standing_at, owners, name) for name in found}
         self._live = live = LiveState(model, optimizers, {**beside, **compression.modules}, places)
         find_replicas(live, ranks, data_parallel, replicated)
@@ -353,7 +354,7 @@ class Session:
         for one in (self._resumption.state_after_repetition, chosen):  # both are put in place
             if one is not None:
                 self._rank_state.take_over(one.state)
-        own = (doubt, *self._rank_state.reasons)
+        own = (doubt, *self._rank_state.reasons, *self._live.not_carried)
         report.because(*(reason for each in self._ranks.gather(own) for reason in each))
         self._compression.end_restore(report, chosen.held.rank_state)
         self._rank_state.add_to_report = report.because

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
+import memckpt
+from memckpt.capture.beside.attributes import modules_beside
 from memckpt.capture.beside.presence import describe_gradients
 from memckpt.capture.live_state import LiveState
 from memckpt.errors import UnsupportedError
@@ -480,6 +482,24 @@ def test_modules_that_take_the_places_of_others_beside_the_model(lab: Lab, chang
     survives(lab, lambda process: process.train(change), KILLS, check, kind=WithTeachers)
 
 
+class NamedTeachers(WithTeachers):
+    """An adapter that has found modules beside the model by itself names them by their places."""
+
+    def attach(self) -> None:
+        if self.run.protected:
+            config = {**self.settings, "storage": None, "redo": "lazy", "resume_check": self._check}
+            run_dir = self.run.directory / "run"
+            beside = modules_beside([self.model], {"model": self.model})
+            self.session = memckpt.attach(
+                self.model, self.optimizer, run_dir=run_dir, config=config, extra_modules=beside
+            )
+
+
+@pytest.mark.parametrize("change", [new_list, new_teacher], ids=lambda one: one.__name__)
+def test_modules_that_an_adapter_has_named_by_their_places(lab: Lab, change: Change) -> None:
+    survives(lab, lambda process: process.train(change), KILLS, "off", kind=NamedTeachers)
+
+
 def test_a_module_beside_the_model_that_is_gone_is_said(lab: Lab) -> None:
     def change(process: Changing, step: int) -> None:
         if step == 3:
@@ -621,6 +641,55 @@ def test_memory_that_cannot_be_shared_again_is_said() -> None:
     live.share_memory([[["one", 0, [1]], ["two", 4, [1]]]])
     (reason,) = live.not_carried
     assert "one and two are not in the same memory as in the run that is resumed" in reason
+
+
+def test_a_report_says_at_once_what_cannot_share_memory_again(lab: Lab) -> None:
+    class Constant(Net):
+        """Two buffers of inference mode, of which a resume can exchange neither's memory."""
+
+        def __init__(self, width: int) -> None:
+            super().__init__(width)
+            with torch.inference_mode():
+                self.register_buffer("one", torch.ones(4))
+                self.register_buffer("two", torch.ones(4))
+
+    class Constants(Changing):
+        def objects(self) -> tuple[Any, Any]:
+            model = Constant(self.width)
+            return model, torch.optim.Adam(model.first.parameters(), 0.01)
+
+    def change(process: Changing, step: int) -> None:
+        if step == 3:
+            with torch.inference_mode():
+                process.model.two = process.model.one[:]
+
+    def die() -> None:
+        process_of(lab, ("committed", 5), "off", kind=Constants).train(change)
+
+    def go_on() -> None:
+        session = process_of(lab, None, "off", kind=Constants).session
+        assert "one and two are not in the same memory" in str(session.restore().reasons)
+        session.close()
+
+    in_child(lab, die, status=-signal.SIGKILL)
+    in_child(lab, go_on)
+
+
+def test_strides_that_look_usual_and_those_of_this_process_are_those_of_the_record() -> None:
+    def live_of(model: nn.Module) -> LiveState:
+        return LiveState(model, [torch.optim.SGD(model.parameters(), 0.1)], {})
+
+    def strides_of(live: LiveState) -> list[tuple[int, ...]]:
+        return [one.stride() for one in live.model.parameters()]
+
+    recorded = live_of(nn.Sequential(nn.Conv2d(3, 8, 1, bias=False), nn.Conv2d(8, 8, 3, bias=False)))
+    for late in (torch.channels_last, torch.contiguous_format):
+        recorded.model.to(memory_format=late)
+        recorded.look_at_memory()
+        for born in (torch.channels_last, torch.contiguous_format):
+            resumed = live_of(copy.deepcopy(recorded.model).to(memory_format=born))
+            resumed.lay_out(recorded.strides)
+            assert strides_of(resumed) == strides_of(recorded)
 
 
 class Offloading(Changing):
