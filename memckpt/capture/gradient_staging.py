@@ -147,21 +147,18 @@ class GradientStaging:
 
     # While backward runs
 
-    def stage(self, writer: SlotWriter, param: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """Stage the gradient that backward has made for `param`; the last call before a step counts.
-
-        None: it has changed since, so that the step's is taken.
-        """
+    def stage(self, writer: SlotWriter, param: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Stage the gradient that backward has made for `param`; the last call before a step counts."""
         # Runs for each tensor of each step: calls are kept to a minimum.
         index = writer.index.get(id(param))
         if index is None:
             return  # settled at the optimizer's step
         self._firings[index] = firing = self._firings[index] + 1
-        if gradient is None or (self._puts_off and self._is_put_off(index, firing)):
-            self._staged_after[index], self._held[index] = 0, None
-            return
         if gradient.is_sparse:
             return  # settled at the optimizer's step
+        if self._puts_off and self._is_put_off(index, firing):
+            self._staged_after[index], self._held[index] = 0, None
+            return
         if type(gradient) is not torch.Tensor or gradient.requires_grad:
             gradient = local(gradient)
         if gradient.dtype is not writer.grad_dtypes[index]:

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import logging
 import signal
-import threading
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -82,9 +80,6 @@ class Recorder:
         self._compare_gradient: Callable[[torch.Tensor, torch.Tensor], None] | None = None
         #: Steps that have begun, by optimizer; None: nothing of it is recorded.
         self._begun: dict[int, NotedSubStep | None] = {}
-        #: Gradients that the tap has seen and that are not staged: parameters, gradients, their version counters.
-        self.waiting: deque[tuple[torch.Tensor, torch.Tensor, int]] = deque()
-        self._staging = threading.RLock()
         self._sub_steps: list[NotedSubStep] = []
         self._steps_taken: dict[int, int] = {}
 
@@ -97,7 +92,6 @@ class Recorder:
         self._sub_steps = []
         self._steps_taken = {}
         self._begun = {}
-        self.waiting.clear()
         self.gradients.expect_gradients(writer, record)
 
     def fail(self, reason: str) -> None:
@@ -184,44 +178,26 @@ class Recorder:
         """
         self.pending.seen(param)
 
-    def stage(
-        self, param: torch.Tensor, gradient: torch.Tensor | None, parts: Sequence[torch.Tensor] | None = None
-    ) -> None:
+    def stage(self, param: torch.Tensor, gradient: torch.Tensor, parts: Sequence[torch.Tensor] | None = None) -> None:
         """Stage the gradient that backward has made for `param`; the last call before a step counts.
 
         Args:
             param: the parameter.
-            gradient: its gradient; None: it has changed since.
+            gradient: its gradient.
             parts: the parts of its encoding, where it was averaged in compressed form.
         """
         try:
             # Runs for each tensor of each step: calls are kept to a minimum.
             self.pending.seen(param)
-            if self._compare_gradient is not None and gradient is not None:
+            if self._compare_gradient is not None:
                 self._compare_gradient(param, gradient)
             if self.writer is not None and self.streams and self.problem is None:
-                if parts is None or gradient is None:
+                if parts is None:
                     self.gradients.stage(self.writer, param, gradient)
                 else:
                     self.gradients.stage_encoded(self.writer, param, gradient, parts)
         except Exception as error:
             self.broke("staging a gradient", error)
-
-    @property
-    def can_wait(self) -> bool:
-        """Whether nothing looks at gradients as they are made, until the next change of what waits."""
-        return self._compare_gradient is None and self.pending.knows_all
-
-    def stage_waiting(self) -> None:
-        """Stage the gradients that wait: a backward has ended, or something may change them.
-
-        What has been changed nevertheless is no longer as backward has made it: the step's is taken.
-        """
-        with self._staging:  # threads may train side by side
-            while self.waiting:
-                param, gradient, counted = self.waiting.popleft()
-                same = param.grad is gradient and gradient._version == counted
-                self.stage(param, gradient if same else None)
 
     def gradients_change(self, kind: str, operand: Any, params: list[torch.Tensor]) -> None:
         """Gradients are about to be multiplied, divided or clamped in place."""
@@ -230,7 +206,6 @@ class Recorder:
                 if self._copier.recording_graph():
                     return
                 writer = self.writer
-                self.stage_waiting()
                 self._copier.wait_before_changes()
                 if writer is None:
                     return
@@ -266,7 +241,6 @@ class Recorder:
             self.cuda_graphs.step = True
             return
         try:
-            self.stage_waiting()
             if number in self._begun:
                 self._fail_step(optimizer, "has begun twice: it raised an exception, or evaluates its closure again")
             if self._before_step is not None:
@@ -302,7 +276,6 @@ class Recorder:
     def compiled_step(self, number: int, optimizer: Optimizer) -> None:
         """As :meth:`optimizer_stepped`, for a compiled step: its kernels round differently from the class."""
         self.compiled = type(optimizer).__qualname__
-        self.stage_waiting()
         self._fail_step(optimizer, "is compiled")
         self.optimizer_stepped(number, optimizer)
 

@@ -487,7 +487,6 @@ class Session:
             refuse_join_context(self._data_parallel)
             self._recorder.cuda_graphs.refuse_hidden_backward(self._ranks.world_size, gradients_pending is not None)
             self._number = self._next_step() if step is None else _whole_number(step)
-            self._recorder.stage_waiting()  # a backward that raised an exception has not
             if not self._is_restore_point(gradients_pending):
                 return False  # the record goes on
             if not self._loop.check_record_end(epoch_over):

@@ -88,11 +88,6 @@ class PendingGradients:
             if self.first is not None and param is not None:
                 self.first(family, self._members[family], param)
 
-    @property
-    def knows_all(self) -> bool:
-        """Whether each family has got a gradient since its last step, so that others are nothing new."""
-        return not self._left and self._members.keys() <= self._waiting.keys()
-
     def unreduced(self) -> None:
         """Note a backward whose gradients are invisible until they are reduced with those of a later one."""
         for family in self._members:

@@ -17,9 +17,6 @@ from torch import nn
 from memckpt.capture.copier import Copier
 from memckpt.capture.recorder import Recorder
 
-#: Gradients with no more elements are staged together on the host, and so many at most.
-_SMALL_ELEMENTS, _TOGETHER = 16_384, 64
-
 Method = TypeVar("Method", bound=Callable[..., None])
 
 
@@ -117,18 +114,13 @@ class ParameterHooks(Tap):
 
     def install(self) -> None:
         self._handles = [
-            param.register_post_accumulate_grad_hook(self._hook_of(param))
-            for param in self._params
-            if param.requires_grad
+            param.register_post_accumulate_grad_hook(self._fire) for param in self._params if param.requires_grad
         ]
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-
-    def _hook_of(self, param: nn.Parameter) -> Callable[[torch.Tensor], None]:
-        return self._fire
 
     def _fire(self, param: torch.Tensor) -> None:
         started = time.perf_counter()
@@ -177,7 +169,6 @@ class StreamingTap(ParameterHooks):
     def __init__(self, params: Sequence[nn.Parameter], recorder: Recorder, copier: Copier) -> None:
         # Gradients may be changed in place as soon as backward has ended: copies in flight are waited for there.
         super().__init__(params, recorder, self._stage_in_flight if copier.asynchronous else recorder.stage)
-        self._waiting = recorder.waiting
         self._copier = copier
         self._at_end = OncePerBackward(self._backward_ended)
 
@@ -185,34 +176,7 @@ class StreamingTap(ParameterHooks):
         self._recorder.stage(param, gradient)
         self._at_end.ask()
 
-    def _hook_of(self, param: nn.Parameter) -> Callable[[torch.Tensor], None]:
-        small = not self._copier.asynchronous and type(param) is nn.Parameter and param.numel() <= _SMALL_ELEMENTS
-        return self._fire_small if small else self._fire
-
-    def _fire_small(self, param: torch.Tensor) -> None:
-        # Between backward's own work, each line takes several times as long as behind it.
-        try:
-            alone = len(cast(Any, param)._post_accumulate_grad_hooks) == 1  # another may change it, and not be counted
-            if not (alone and (self._waiting or self._recorder.can_wait)):
-                self._fire(param)
-            elif (gradient := param.grad) is not None:
-                if not self._waiting:
-                    self._recorder.backward_runs()
-                    self._at_end.ask()
-                self.reductions += 1
-                self._waiting.append((param, gradient, gradient._version))
-                if len(self._waiting) >= _TOGETHER:
-                    self._stage_waiting()
-        except Exception as error:
-            self._recorder.broke("handling a gradient", error)
-
-    @survives("staging gradients")
-    def _stage_waiting(self) -> None:
-        with self._recorder.clock.in_hook():
-            self._recorder.stage_waiting()
-
     @survives("ending a backward")
     def _backward_ended(self) -> None:
         with self._recorder.clock.in_hook():
-            self._recorder.stage_waiting()
             self._copier.wait_before_changes()
