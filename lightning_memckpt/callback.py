@@ -44,6 +44,7 @@ class MemCheckpoint(pl.Callback):
 
     #: Whether it protects nothing where the script has passed another one.
     steps_aside = False
+    _report: RestoreReport | None = None
 
     def __init__(
         self,
@@ -58,7 +59,6 @@ class MemCheckpoint(pl.Callback):
         self.replicated = tuple(replicated)
         self.attributes = checked_names(attributes)
         self._protection: Protection | None = None
-        self._report: RestoreReport | None = None
 
     @property
     def report(self) -> RestoreReport | None:

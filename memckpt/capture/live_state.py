@@ -402,9 +402,11 @@ class LiveState:
     def _leave_out_unheld(self) -> None:
         """Find the tensors that cannot be copied now, and say so of each."""
         tensors = self._all_tensors()
-        unheld = {name: why for name, one in tensors.items() if (why := why_not_held(one))}
-        self._unheld = {*unheld}
         stepped = {id(param) for _, param in self._optimizer_positions()}
+        # A model on the meta device is described only.
+        described = stepped & {id(one) for one in tensors.values() if one.is_meta}
+        unheld = {n: why for n, one in tensors.items() if id(one) not in described and (why := why_not_held(one))}
+        self._unheld = {*unheld}
         for name, why in unheld.items():
             if id(tensors[name]) in stepped:
                 raise UnsupportedError(

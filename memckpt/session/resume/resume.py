@@ -610,8 +610,9 @@ class Resumption:
         state = copy.deepcopy({key: one for key, one in chosen.state.items() if key not in _NOT_WRITTEN})
         restore_groups(self._live, state)
         self._live.growth.written.update(state["written"])
-        self._live.lay_out(state["strides"])
-        self._live.share_memory(state["memory"])
+        if "memory" in state:  # else the record was not completed, and has no sample either
+            self._live.lay_out(state["strides"])
+            self._live.share_memory(state["memory"])
         copies = None
         spec = chosen.spec
         if comparison is not None:
